@@ -1,0 +1,47 @@
+"""The public `select_top_k`."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.checks import as_int32, require, require_shape
+from pallas_kernels.dispatch import choose
+from pallas_kernels.select import reference, xla
+
+IMPLEMENTATIONS = {"xla": xla.select_top_k, "reference": reference.select_top_k}
+
+
+def select_top_k(
+    scores: Float[Array, "*rest M"],
+    k: Int[Array, "*rest"],
+    *,
+    max_k: int,
+    kernels: str = "auto",
+) -> tuple[Int[Array, "*rest max_k"], Int[Array, "*rest"]]:
+    """The exact set of the k highest scores of each row, in ascending order of position.
+
+    Of equal scores the lower positions win; -0.0 and subnormal numbers equal 0.0. Entries of -inf
+    or NaN are never taken. Source: the selection step of Vegas, arXiv 2602.07223; unlike in the
+    authors' release, ties are broken the same way each time.
+
+    Args:
+      scores: what to rank.
+      k: how many to take; negative counts as 0.
+      max_k: static bound: no more are taken.
+      kernels: "auto", "xla" or "reference".
+
+    Returns:
+      int32 positions, 0 from the count on; int32 counts: min(k, max_k, entries above -inf).
+
+    Raises:
+      ValueError: an argument has a wrong shape, type or range.
+    """
+    implementation = choose(kernels, IMPLEMENTATIONS)
+    require(
+        scores.ndim >= 1 and scores.dtype in (jnp.float32, jnp.bfloat16, jnp.float16),
+        "scores",
+        f"must be floats of 16 or 32 bits, but is {scores.dtype}{list(scores.shape)}",
+    )
+    require_shape("k", k, scores.shape[:-1])
+    k = as_int32("k", k)
+    require(max_k >= 1, "max_k", f"must be at least 1, but is {max_k}")
+    return implementation(scores.astype(jnp.float32), k, max_k)

@@ -1,0 +1,81 @@
+"""The public `verify_attention`."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.checks import (
+    as_int32,
+    require_attention_arguments,
+    require_choice,
+    require_shape,
+)
+from pallas_kernels.dispatch import choose
+from pallas_kernels.verify import reference, xla
+from pallas_kernels.verify.key_scores import SCORE_MODES, SCORES, KeyScores
+
+IMPLEMENTATIONS = {"xla": xla.verify_attention, "reference": reference.verify_attention}
+
+
+def verify_attention(
+    q: Float[Array, "b T H D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    lengths: Int[Array, " b"],
+    *,
+    slots: Int[Array, " b"] | None = None,
+    scores: str | None = None,
+    score_mode: str = "weight",
+    per_kv_head: bool = False,
+    scale: float | None = None,
+    kernels: str = "auto",
+) -> tuple[Float[Array, "b T H D"], Float[Array, "b T H"], Float[Array, "b *rest S"] | None]:
+    """Causal grouped-query attention of T new tokens over the cache, which can score the keys.
+
+    The new tokens' keys and values already stand in the cache, at rows lengths .. lengths+T-1:
+    query t sees the cache rows below lengths+t+1. Nothing depends on the rows from lengths+T on,
+    whatever they hold. Assumed but unchecked: 0 <= lengths <= S-T and 0 <= slots < B.
+
+    The score of a key is the mean, over the chosen query tokens and the query heads, of its logit
+    (the paper's formula) or of its attention weight exp(logit - lse) under each row's own lse.
+    Choosing the first and last token is Collect-2-Query. Source: Vegas, arXiv 2602.07223.
+
+    Args:
+      q: queries.
+      k: cached keys, of the same dtype as q.
+      v: cached values, likewise.
+      lengths: for each query batch row, how many keys come before its tokens.
+      slots: the cache's batch row that each query batch row attends to; None is its own (b = B).
+      scores: query tokens that score the keys: "first+last", "last", "all"; "each" keeps their
+        scores apart; None computes no scores.
+      score_mode: "weight" or "logit" (scaled, before the softmax).
+      per_kv_head: score for each KV head, over the query heads of its group alone.
+      scale: factor on q.k; None is D**-0.5.
+      kernels: "auto", "xla" or "reference".
+
+    Returns:
+      out: in q's dtype.
+      lse: log-sum-exp of each row's scaled logits, float32; partial results over different keys
+        combine by it, as in Flash-Decoding.
+      key_scores: float32 [b, S], or [b, K, S] if per_kv_head; for "each" [b, T, S] or [b, T, K, S];
+        None without `scores`. They are of the keys below lengths+1, which every query sees, and 0
+        elsewhere.
+
+    Raises:
+      ValueError: an argument has a wrong shape, type or name.
+    """
+    implementation = choose(kernels, IMPLEMENTATIONS)
+    require_attention_arguments(q, k, v)
+    batch, tokens, _, head_dim = q.shape
+    if slots is None:
+        require_shape("q", q, (k.shape[0], *q.shape[1:]))
+    else:
+        require_shape("slots", slots, (batch,))
+        slots = as_int32("slots", slots)
+    require_shape("lengths", lengths, (batch,))
+    lengths = as_int32("lengths", lengths)
+    require_choice("scores", scores, (None, *SCORES))
+    require_choice("score_mode", score_mode, SCORE_MODES)
+    key_scores = None
+    if scores is not None:
+        key_scores = KeyScores.of(scores, tokens, score_mode, per_kv_head)
+    scale = head_dim**-0.5 if scale is None else scale
+    return implementation(q, k, v, lengths, slots, key_scores, scale)

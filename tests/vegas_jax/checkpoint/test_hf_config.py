@@ -1,0 +1,169 @@
+import json
+
+import pytest
+
+from vegas_jax.checkpoint import read_config
+from vegas_jax.config import ModelConfig
+from vegas_jax.errors import CheckpointError
+
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "eos_token_id": 3,
+}
+VERSION_4 = {**SHAPE, "rope_theta": 5e5, "rope_scaling": None, "torch_dtype": "bfloat16"}
+VERSION_5 = {
+    **SHAPE,
+    "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    "dtype": "bfloat16",
+    "layer_types": ["full_attention"] * 2,
+    "sliding_window": None,
+}
+EXPECTED = ModelConfig(
+    vocab_size=40,
+    hidden_size=24,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+    tie_word_embeddings=True,
+    max_position_embeddings=512,
+    eos_token_ids=(3,),
+)
+
+
+def read(folder, config, generation=None):
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return read_config(folder)
+
+
+def without(key):
+    return {k: v for k, v in VERSION_4.items() if k != key}
+
+
+@pytest.mark.parametrize("config", [VERSION_4, VERSION_5])
+def test_both_styles(tmp_path, config):
+    assert read(tmp_path, config) == EXPECTED
+
+
+def test_rope_theta_next_to_version_4_rope_scaling(tmp_path):
+    config = VERSION_4 | {"rope_scaling": {"type": "default"}}
+    assert read(tmp_path, config) == EXPECTED
+
+
+def test_absent_keys_default_as_in_transformers(tmp_path):
+    absent = {"head_dim", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"}
+    config = read(tmp_path, {k: v for k, v in VERSION_4.items() if k not in absent})
+    assert config.head_dim == 128
+    assert config.rms_norm_eps == 1e-6
+    assert not config.tie_word_embeddings
+    assert config.max_position_embeddings == 32768
+
+
+def test_null_num_key_value_heads_means_one_per_query_head(tmp_path):
+    assert read(tmp_path, VERSION_4 | {"num_key_value_heads": None}).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("ours", "generation", "union"),
+    [
+        (3, None, (3,)),
+        (3, {}, (3,)),
+        (3, {"eos_token_id": [7, 3, 5]}, (3, 5, 7)),
+        ([9, 2], {"eos_token_id": 4}, (2, 4, 9)),
+        (None, {"eos_token_id": 4}, (4,)),
+        (None, {"eos_token_id": None}, ()),
+        ([39, 40, -1], None, (39,)),
+    ],
+)
+def test_eos_is_the_union_of_both_files(tmp_path, ours, generation, union):
+    config = read(tmp_path, VERSION_4 | {"eos_token_id": ours}, generation)
+    assert config.eos_token_ids == union
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "LlamaForCausalLM.*Qwen3"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "Qwen3Moe.*Qwen3"),
+        ({"architectures": None, "model_type": "gemma3"}, "gemma3.*Qwen3ForCausalLM"),
+        ({"architectures": None, "model_type": None}, "Qwen3ForCausalLM"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope_scaling\.rope_type.*yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling\.rope_type.*linear"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, r"rope_parameters\.rope_type.*llama3"),
+        ({"rope_scaling": "yarn"}, "rope_scaling"),
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"use_sliding_window": True}, "use_sliding_window is true"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*fp8"),
+        ({"vocab_size": "40"}, "vocab_size"),
+        ({"hidden_size": 24.0}, "hidden_size"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+        ({"head_dim": None}, "head_dim"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"num_key_value_heads": 3}, "num_kv_heads"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"rope_theta": -1}, "rope_theta"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"eos_token_id": [1, None]}, "eos_token_id"),
+    ],
+)
+def test_refuses_what_it_would_compute_wrongly(tmp_path, changes, message):
+    with pytest.raises(CheckpointError, match=rf"config\.json.*{message}"):
+        read(tmp_path, VERSION_4 | changes)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rope_theta",
+    ],
+)
+def test_names_a_missing_key(tmp_path, key):
+    with pytest.raises(CheckpointError, match=f"lacks the key {key}"):
+        read(tmp_path, without(key))
+
+
+def test_model_type_alone_is_enough(tmp_path):
+    assert read(tmp_path, without("architectures")) == EXPECTED
+    assert read(tmp_path, without("model_type")) == EXPECTED
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"a": \xff}'])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_malformed_json_is_named(tmp_path, name, text):
+    (tmp_path / "config.json").write_text(json.dumps(VERSION_4))
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=name):
+        read_config(tmp_path)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        read_config(tmp_path)

@@ -1,0 +1,65 @@
+"""A checkpoint as what the rest of the library works with."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vegas_jax.checkpoint.hf_config import read_config
+from vegas_jax.checkpoint.huggingface import Params, read_params, resolve
+from vegas_jax.errors import check
+from vegas_jax.model.transformer import Transformer
+from vegas_jax.text import tokenizer as text_tokenizer
+from vegas_jax.text.tokenizer import Tokenizer
+
+KERNELS = ("auto", "xla", "reference")
+
+
+def load(
+    path_or_name: str | Path = "codelm-16m", dtype: Any = None, kernels: str = "auto"
+) -> tuple[Transformer, Params, Tokenizer | None]:
+    """Loads a Hugging Face folder, or a checkpoint that is shipped with the package.
+
+    Args:
+      path_or_name: a folder with config.json and *.safetensors, or `codelm-16m`.
+      dtype: float32, bfloat16 or float16, as a name or a JAX dtype. None takes what is fast on the
+        default device: float32 on a CPU, bfloat16 on a TPU or GPU, float16 on a GPU that has no
+        bfloat16.
+      kernels: implementation of the attention ops, see `pallas_kernels`.
+
+    Returns:
+      model, params, tokenizer; the tokenizer is None where the folder has no tokenizer.json.
+
+    Raises:
+      CheckpointError: the folder is missing, incomplete or of an unknown kind.
+      InputError: an unknown dtype or kernels.
+    """
+    check(kernels in KERNELS, "kernels", kernels, f"one of {', '.join(KERNELS)}")
+    dtype = default_dtype() if dtype is None else _dtype(dtype)
+    folder = resolve(path_or_name)
+    config = read_config(folder)
+    tokenizer = text_tokenizer.load(folder)
+    params = read_params(folder, config, dtype)
+    return Transformer(config, dtype, kernels), params, tokenizer
+
+
+def default_dtype() -> Any:
+    """The compute dtype that is fast on the default device."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return jnp.dtype("float32")
+    capability = getattr(device, "compute_capability", None)
+    if device.platform == "gpu" and capability is not None and float(capability) < 8.0:
+        return jnp.dtype("float16")  # Turing and older have no bfloat16
+    return jnp.dtype("bfloat16")
+
+
+def _dtype(dtype: Any) -> Any:
+    allowed = ("float32", "bfloat16", "float16")
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    check(name in allowed, "dtype", name, f"one of {', '.join(allowed)}")
+    return jnp.dtype(name)

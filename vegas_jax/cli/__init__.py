@@ -1,0 +1,1 @@
+"""Pieces of the command lines: flags, prompts in, records out, the terminal."""

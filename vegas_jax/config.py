@@ -1,0 +1,251 @@
+"""Frozen settings: what the model is, how it speculates, how it samples.
+
+All three are hashable, so that they can be static arguments of a jitted function.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal, get_args
+
+from vegas_jax.errors import check
+
+Method = Literal["vegas", "streaming", "dense", "plain"]
+ScoreMode = Literal["weight", "logit"]
+ScoreRows = Literal["first+last", "all", "last", "last_accepted"]
+Acceptance = Literal["rejection", "coupled"]
+BLOCK_SIZES = (1, 8, 16, 32, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Qwen3 dense transformer (model card: Qwen/Qwen3-8B `config.json`).
+
+    `head_dim` is independent of `hidden_size / num_heads`. `eos_token_ids` is the union of what
+    `config.json` and `generation_config.json` name.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 32768
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
+            check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        check(
+            self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads == 0,
+            "num_kv_heads",
+            self.num_kv_heads,
+            f"a divisor of num_heads ({self.num_heads})",
+        )
+        check(
+            self.head_dim >= 2 and self.head_dim % 2 == 0,
+            "head_dim",
+            self.head_dim,
+            "an even number, at least 2",
+        )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head (G = H / K)."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecConfig:
+    """How to draft, and which keys a draft step may attend to.
+
+    Attributes:
+      method: `vegas` drafts with the keys that the last verification scored highest, `streaming`
+        with attention sinks and a recent window (MagicDec-Stream), `dense` with all keys, `plain`
+        does not draft.
+      num_speculative_tokens: gamma, drafts per round.
+      sparse_ratio: share of the context a draft step attends to.
+      sparse_min_tokens: ... but at least so many keys.
+      sparse_block_size: keys are chosen in aligned blocks of so many positions, ranked by their
+        mean score; 1 chooses single positions, as published.
+      score_pool: (back, ahead): position i is ranked by the mean score of positions
+        i-ahead .. i+back. The next tokens look just ahead of where the verified ones looked. (0, 0)
+        as published.
+      score_mode: `weight` ranks by attention probability (the authors' release), `logit` by the
+        pre-softmax logit (the paper's formula).
+      score_rows: which verified tokens' queries count. `first+last` is Collect-2-Query.
+      per_kv_head: choose one set per KV head instead of one per layer.
+      acceptance: `rejection` is speculative sampling (most tokens a round); `coupled` draws draft
+        and target with the same noise, so that the text is token for token that of plain sampling.
+        Greedy decoding is both.
+    """
+
+    method: Method = "vegas"
+    num_speculative_tokens: int = 6
+    sparse_ratio: float = 0.07
+    sparse_min_tokens: int = 256
+    sparse_block_size: int = 16
+    score_pool: tuple[int, int] = (0, 7)
+    score_mode: ScoreMode = "weight"
+    score_rows: ScoreRows = "first+last"
+    per_kv_head: bool = False
+    acceptance: Acceptance = "rejection"
+
+    def __post_init__(self) -> None:
+        _check_choice("method", self.method, Method)
+        gamma = self.num_speculative_tokens
+        check(
+            _is_int(gamma) and 1 <= gamma <= 64,
+            "num_speculative_tokens",
+            gamma,
+            "an integer from 1 to 64",
+        )
+        check(0.0 < self.sparse_ratio <= 1.0, "sparse_ratio", self.sparse_ratio, "in (0, 1]")
+        check(
+            _is_int(self.sparse_min_tokens) and self.sparse_min_tokens >= 1,
+            "sparse_min_tokens",
+            self.sparse_min_tokens,
+            "an integer of at least 1",
+        )
+        check(
+            self.sparse_block_size in BLOCK_SIZES,
+            "sparse_block_size",
+            self.sparse_block_size,
+            f"one of {', '.join(map(str, BLOCK_SIZES))}",
+        )
+        pool = self.score_pool
+        check(
+            isinstance(pool, tuple)
+            and len(pool) == 2
+            and all(_is_int(n) and 0 <= n <= 1024 for n in pool),
+            "score_pool",
+            pool,
+            "two integers from 0 to 1024: positions (back, ahead)",
+        )
+        _check_choice("score_mode", self.score_mode, ScoreMode)
+        _check_choice("score_rows", self.score_rows, ScoreRows)
+        _check_choice("acceptance", self.acceptance, Acceptance)
+
+    @classmethod
+    def published(cls, **changes: Any) -> "SpecConfig":
+        """The authors' released setting: single positions, no smoothing, mode `weight`.
+
+        `published(score_mode="logit")` is the paper's formula.
+        """
+        return dataclasses.replace(cls(sparse_block_size=1, score_pool=(0, 0)), **changes)
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft steps that a round really makes: gamma, or none for `plain`."""
+        return 0 if self.method == "plain" else self.num_speculative_tokens
+
+    def max_selected(self, max_len: int) -> int:
+        """Static bound on the keys that a draft step selects at a context of up to `max_len`."""
+        return min(max(math.ceil(self.sparse_ratio * max_len), self.sparse_min_tokens), max_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn and when to stop.
+
+    Processors apply in this order, to draft and target alike: penalties, temperature, top-k, top-p,
+    min-p. Changing values never recompiles; switching a processor on or off does.
+
+    Attributes:
+      max_new_tokens: None continues until the model stops or max_len is reached.
+      temperature: 0 (anything below 1e-5) is greedy.
+      top_k: 0 is off.
+      top_p: 1 is off.
+      min_p: drops tokens less likely than min_p times the likeliest; 0 is off.
+      repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or
+        the output (CTRL, arXiv 1909.05858); 1 is off.
+      presence_penalty: subtracted once from the logit of a token that the output has.
+      frequency_penalty: subtracted for each time that the output has the token.
+      seed: an int for every prompt alike, or one per prompt.
+      stop: strings that end the text; the text ends before them.
+      stop_token_ids: more tokens that end the sequence, besides the checkpoint's own.
+      ignore_eos: continue past the checkpoint's end-of-sequence tokens.
+      logprobs: report each token's log-probability under the model's own, unprocessed distribution.
+    """
+
+    max_new_tokens: int | None = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | tuple[int, ...] = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        new = self.max_new_tokens
+        check(
+            new is None or (_is_int(new) and new >= 0),
+            "max_new_tokens",
+            new,
+            "None or an integer of at least 0",
+        )
+        _check_finite_range("temperature", self.temperature, 0.0, math.inf)
+        check(
+            _is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer of at least 0"
+        )
+        check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
+        check(0.0 <= self.min_p < 1.0, "min_p", self.min_p, "in [0, 1)")
+        check(
+            0.0 < self.repetition_penalty < math.inf,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a positive number",
+        )
+        _check_finite_range("presence_penalty", self.presence_penalty, -math.inf, math.inf)
+        _check_finite_range("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
+        seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
+        check(
+            all(_is_int(s) and 0 <= s < 2**64 for s in seeds),
+            "seed",
+            self.seed,
+            "an integer from 0 to 2**64 - 1, or one such integer per prompt",
+        )
+        check(
+            all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "non-empty strings"
+        )
+        check(
+            all(_is_int(t) and t >= 0 for t in self.stop_token_ids),
+            "stop_token_ids",
+            self.stop_token_ids,
+            "non-negative integers",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without noise."""
+        return self.temperature < 1e-5
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_choice(name: str, value: Any, literal: Any) -> None:
+    choices = get_args(literal)
+    check(value in choices, name, value, f"one of {', '.join(choices)}")
+
+
+def _check_finite_range(name: str, value: float, low: float, high: float) -> None:
+    allowed = f"a finite number of at least {low:g}" if math.isfinite(low) else "a finite number"
+    check(math.isfinite(value) and low <= value <= high, name, value, allowed)

@@ -1,0 +1,52 @@
+"""Ways of choosing the keys that a draft step attends to: one module each, behind one seam.
+
+All self-speculative systems share a skeleton, `vegas_jax.spec`; they differ only in which keys a
+draft step sees and when that choice is made.
+"""
+
+from typing import Any, Protocol
+
+from jaxtyping import Array, Int
+
+from vegas_jax.config import ModelConfig, SpecConfig
+from vegas_jax.drafters import dense, streaming, vegas
+from vegas_jax.drafters.selection import Selection
+from vegas_jax.model.transformer import Attend
+
+
+class Drafter(Protocol):
+    """What a drafter module provides."""
+
+    def score_rows(self, spec: SpecConfig) -> str | None:
+        """Which verified rows' key scores the verification must yield; None for no scores."""
+
+    def init(
+        self, spec: SpecConfig, config: ModelConfig, batch: int, rows: int
+    ) -> Selection | None:
+        """The state that a round hands to the next, for a cache of `rows` rows, empty."""
+
+    def select(
+        self,
+        spec: SpecConfig,
+        scores: tuple[Any, ...],
+        lengths: Int[Array, "b"],
+        accepted: Int[Array, "b"],
+    ) -> Selection | None:
+        """Chooses keys for the next round from each layer's scores.
+
+        `lengths` are the verified rows before the verification that gave the scores.
+        """
+
+    def attend(
+        self, spec: SpecConfig, selection: Any, lengths: Int[Array, "B"], kernels: str
+    ) -> Attend:
+        """Attention of one draft step whose token stands at position `lengths`."""
+
+
+def get(spec: SpecConfig) -> Drafter:
+    """The drafter of `spec.method`; `plain` makes no drafts and shares the dense one."""
+    modules: dict[str, Drafter] = {"vegas": vegas, "streaming": streaming, "dense": dense}
+    return modules["dense" if spec.method == "plain" else spec.method]
+
+
+__all__ = ["Drafter", "Selection", "get"]

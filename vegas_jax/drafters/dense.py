@@ -1,0 +1,32 @@
+"""Drafting with all keys: nothing is gained, and under greedy decoding every draft is accepted.
+
+The upper bound of acceptance, and a test of everything around the draft.
+"""
+
+from jaxtyping import Array, Int
+
+from pallas_kernels import verify_attention
+from vegas_jax.config import ModelConfig, SpecConfig
+from vegas_jax.model.transformer import Attend
+
+
+def score_rows(spec: SpecConfig) -> None:
+    """No scores are needed."""
+
+
+def init(spec: SpecConfig, config: ModelConfig, batch: int, rows: int) -> None:
+    """Nothing is handed on."""
+
+
+def select(spec: SpecConfig, scores: tuple, lengths: Array, accepted: Array) -> None:
+    """Nothing is chosen."""
+
+
+def attend(spec: SpecConfig, selection: None, lengths: Int[Array, "B"], kernels: str) -> Attend:
+    """Full attention over the cache."""
+
+    def attend_layer(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        out, _, _ = verify_attention(q, k, v, lengths, kernels=kernels)
+        return out, None
+
+    return attend_layer

@@ -1,0 +1,99 @@
+"""Vegas (arXiv 2602.07223): the last verification says which keys the next drafts need.
+
+While full attention verifies a round, its logits score every key for free. The best-scored keys,
+with every position too new to have been scored, are what the next round's drafts attend to.
+
+Published form: single positions, no smoothing. Here positions may be ranked in aligned blocks and
+their scores smoothed: a token that copies looks one position further each step, so a set of single
+positions is stale three drafts later (docs/selection.md has the figures).
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels import pool_scores, select_top_k, sparse_attention
+from vegas_jax.config import ModelConfig, SpecConfig
+from vegas_jax.drafters.selection import Selection
+from vegas_jax.model.transformer import Attend
+
+
+def score_rows(spec: SpecConfig) -> str:
+    """Rows whose key scores are collected; the last accepted row is known only afterwards."""
+    return "each" if spec.score_rows == "last_accepted" else spec.score_rows
+
+
+def max_blocks(spec: SpecConfig, rows: int) -> int:
+    """Static bound on the blocks chosen in a cache of `rows` rows."""
+    return -(-spec.max_selected(rows) // spec.sparse_block_size)
+
+
+def init(spec: SpecConfig, config: ModelConfig, batch: int, rows: int) -> Selection:
+    """An empty selection."""
+    heads = (config.num_kv_heads,) if spec.per_kv_head else ()
+    shape = (config.num_layers, batch, *heads, max_blocks(spec, rows))
+    return Selection(
+        jnp.zeros(shape, jnp.int32), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)
+    )
+
+
+def select(
+    spec: SpecConfig,
+    scores: tuple[Array, ...],
+    lengths: Int[Array, "b"],
+    accepted: Int[Array, "b"],
+) -> Selection:
+    """Ranks the positions [0, lengths + 1), whole blocks only, and keeps the best per layer.
+
+    scores: per layer [b, S], [b, K, S] with one set per KV head, or with a row axis after b when
+    the rows are `last_accepted`. The number of keys is ceil(ratio * (lengths + 1)), at least
+    min_tokens, at most what is ranked.
+    """
+    block = spec.sparse_block_size
+    context = lengths + 1
+    ranked = context // block * block
+
+    def block_scores(layer_scores: Array) -> Array:
+        if spec.score_rows == "last_accepted":
+            row = jnp.expand_dims(accepted, range(1, layer_scores.ndim))
+            layer_scores = jnp.take_along_axis(layer_scores, row, axis=1)[:, 0]
+        limit = jnp.expand_dims(ranked, range(1, layer_scores.ndim - 1))
+        return pool_scores(layer_scores, limit, pool=spec.score_pool, block_size=block)
+
+    # Pooling goes layer by layer, the ranking of all layers is one call.
+    pooled = jnp.stack([block_scores(s) for s in scores])  # [L, b, (K,) S / block]
+    wanted = jnp.ceil(jnp.float32(spec.sparse_ratio) * context.astype(jnp.float32))
+    wanted = jnp.maximum(wanted.astype(jnp.int32), spec.sparse_min_tokens)
+    num_blocks = jnp.minimum(-(-wanted // block), ranked // block)
+    per_row = jnp.expand_dims(num_blocks, (0, *range(2, pooled.ndim - 1)))
+    blocks, counts = select_top_k(
+        pooled,
+        jnp.broadcast_to(per_row, pooled.shape[:-1]),
+        max_k=max_blocks(spec, scores[0].shape[-1]),
+    )
+    first = counts[0] if counts.ndim == 2 else counts[0, :, 0]
+    return Selection(blocks, first, ranked)
+
+
+def attend(
+    spec: SpecConfig, selection: Selection, lengths: Int[Array, "B"], kernels: str
+) -> Attend:
+    """Attention over the chosen blocks and the tail, through the token's own position."""
+    # After a round of gamma accepted drafts and gamma - 1 new ones, behind a block cut short.
+    max_tail = 2 * spec.num_speculative_tokens + spec.sparse_block_size
+
+    def attend_layer(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        out, _ = sparse_attention(
+            q,
+            k,
+            v,
+            selection.blocks[layer],
+            selection.counts,
+            lengths,
+            block_size=spec.sparse_block_size,
+            tail_start=selection.tail_start,
+            max_tail=max_tail,
+            kernels=kernels,
+        )
+        return out, None
+
+    return attend_layer

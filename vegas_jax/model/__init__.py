@@ -1,0 +1,1 @@
+"""The transformer: weights and arithmetic, without any notion of drafting."""

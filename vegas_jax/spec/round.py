@@ -1,0 +1,257 @@
+"""One round: draft, verify, accept, select (Vegas, arXiv 2602.07223, section 3).
+
+Notation of the paper: gamma drafts d1..d_gamma a round, L verified rows, the pending token t0 at
+position L, a drafts accepted. Verification runs [t0, d1..d_gamma]; its row i judges d_(i+1).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import verify_attention
+from vegas_jax import drafters
+from vegas_jax.cache import KVCache
+from vegas_jax.completion import Kind
+from vegas_jax.config import SpecConfig
+from vegas_jax.drafters import Selection
+from vegas_jax.model.forward import Params, forward, unembed
+from vegas_jax.model.transformer import Transformer
+from vegas_jax.sampling import DRAFT, Processors, draw, draw_coupled, noise_key, process_logits
+from vegas_jax.spec.acceptance import accept_equal, accept_rejection
+from vegas_jax.spec.state import DecodeState, Requests
+
+
+def draft(
+    model: Transformer,
+    params: Params,
+    state: DecodeState,
+    spec: SpecConfig,
+    processors: Processors,
+) -> tuple[Int[Array, "B gamma"], Float[Array, "B gamma V"] | None, KVCache]:
+    """gamma single-token forwards with sparse attention, from the pending token on.
+
+    Returns the drafts, the processed logits that they were drawn from (None where acceptance does
+    not need them), and the cache, where the drafts' K/V stand beyond `lengths` until verification
+    overwrites them.
+    """
+    requests, lengths = state.requests, state.cache.lengths
+    if not spec.num_drafts:
+        return requests.drafts, None, state.cache
+    drafter = drafters.get(spec)
+    by_rejection = uses_rejection(spec, processors)
+
+    def step(
+        carry: tuple[KVCache, Array, Array | None], i: Array
+    ) -> tuple[tuple[KVCache, Array, Array | None], tuple[Array, Array | None]]:
+        cache, token, counts = carry
+        attend = drafter.attend(spec, state.selection, lengths + i, model.kernels)
+        hidden, cache, _ = forward(model, params, cache, token[:, None], lengths + i, attend)
+        logits = unembed(model, params, hidden)
+        row_counts = None if counts is None else counts[:, None]
+        logits = process_logits(
+            logits, requests.sampling, processors, requests.in_prompt, row_counts
+        )
+        if by_rejection:
+            keys = jax.vmap(lambda seed, r: noise_key(seed, DRAFT, r, i))(
+                requests.sampling.seed, requests.rounds
+            )
+            token = draw(logits[:, 0], keys)
+        else:
+            token = draw_coupled(logits, requests.sampling, processors, (lengths + i + 1)[:, None])[
+                :, 0
+            ]
+        if counts is not None:
+            counts = _count(counts, token)
+        return (cache, token, counts), (token, logits[:, 0] if by_rejection else None)
+
+    start = (state.cache, requests.pending, requests.counts)
+    steps = jnp.arange(spec.num_drafts, dtype=jnp.int32)
+    (cache, _, _), (drafts, draft_logits) = jax.lax.scan(step, start, steps)
+    draft_logits = None if draft_logits is None else draft_logits.swapaxes(0, 1)
+    return drafts.swapaxes(0, 1), draft_logits, cache
+
+
+def verify(
+    model: Transformer,
+    params: Params,
+    cache: KVCache,
+    tokens: Int[Array, "b T"],
+    spec: SpecConfig,
+    slots: Int[Array, "b"] | None = None,
+) -> tuple[Float[Array, "b T V"], KVCache, tuple[Array | None, ...]]:
+    """One forward with full attention over T tokens after each sequence's verified rows.
+
+    Returns the logits of all T rows, the cache with their K/V written (`lengths` unchanged), and
+    per layer the key scores that the drafter of `spec` asks for.
+    """
+    starts = cache.lengths if slots is None else cache.lengths[slots]
+    rows = drafters.get(spec).score_rows(spec)
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Array | None]:
+        out, _, scores = verify_attention(
+            q,
+            k,
+            v,
+            starts,
+            slots=slots,
+            scores=rows,
+            score_mode=spec.score_mode,
+            per_kv_head=spec.per_kv_head,
+            kernels=model.kernels,
+        )
+        return out, scores
+
+    hidden, cache, scores = forward(model, params, cache, tokens, starts, attend, slots)
+    return unembed(model, params, hidden), cache, scores
+
+
+def accept(
+    logits: Float[Array, "b T V"],
+    drafts: Int[Array, "b gamma"],
+    draft_logits: Float[Array, "b gamma V"] | None,
+    requests: Requests,
+    lengths: Int[Array, "b"],
+    spec: SpecConfig,
+    processors: Processors,
+) -> tuple[Int[Array, "b"], Int[Array, "b"]]:
+    """How many drafts stand, and the target's token after them.
+
+    `logits` are those of `verify`, unprocessed; T = gamma + 1.
+    """
+    counts = None
+    if requests.counts is not None:
+        # Row i has seen t0 (counted when it was emitted) and d1..di.
+        steps = jax.nn.one_hot(drafts, logits.shape[-1], dtype=jnp.int32).cumsum(1)
+        steps = jnp.pad(steps, ((0, 0), (1, 0), (0, 0)))
+        counts = requests.counts[:, None] + steps
+    processed = process_logits(logits, requests.sampling, processors, requests.in_prompt, counts)
+    if draft_logits is not None:
+        return accept_rejection(
+            drafts, draft_logits, processed, requests.sampling.seed, requests.rounds
+        )
+    rows = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    positions = lengths[:, None] + 1 + rows[None, :]
+    return accept_equal(drafts, draw_coupled(processed, requests.sampling, processors, positions))
+
+
+def commit(
+    requests: Requests,
+    lengths: Int[Array, "b"],
+    logits: Float[Array, "b T V"],
+    drafts: Int[Array, "b gamma"],
+    accepted: Int[Array, "b"],
+    following: Int[Array, "b"],
+    *,
+    first: bool = False,
+) -> tuple[Requests, Int[Array, "b"]]:
+    """Emits the accepted drafts and the token after them, up to a stop token or the limit.
+
+    Returns the requests and the new verified lengths. Requests that are done stay as they are.
+    `first` marks the token that follows the prompt.
+    """
+    gamma = drafts.shape[1]
+    row = jnp.arange(gamma + 1, dtype=jnp.int32)[None, :]
+    end = accepted[:, None]
+    candidates = jnp.pad(drafts, ((0, 0), (0, 1)))
+    candidates = jnp.where(row == end, following[:, None], candidates)
+    last_kind = jnp.where(accepted == gamma, jnp.int8(Kind.BONUS), jnp.int8(Kind.CORRECTED))
+    if first:
+        last_kind = jnp.full_like(last_kind, Kind.FIRST)
+    kinds = jnp.where(row < end, jnp.int8(Kind.ACCEPTED), last_kind[:, None])
+
+    is_stop = (candidates[:, :, None] == requests.stop_tokens[:, None, :]).any(-1) & (row <= end)
+    until_stop = jnp.where(is_stop.any(1), jnp.argmax(is_stop, 1).astype(jnp.int32), gamma) + 1
+    count = jnp.minimum(jnp.minimum(accepted + 1, until_stop), requests.limit - requests.emitted)
+    count = jnp.where(requests.done, 0, count)
+    kept = row < count[:, None]
+
+    def append(buffer: Array, values: Array) -> Array:
+        where = jnp.where(kept, requests.emitted[:, None] + row, buffer.shape[1])
+        sequence = jnp.arange(buffer.shape[0], dtype=jnp.int32)[:, None]
+        return buffer.at[sequence, where].set(values.astype(buffer.dtype), mode="drop")
+
+    emitted = requests.emitted + count
+    active = ~requests.done
+    last = jnp.take_along_axis(candidates, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    stopped = (is_stop & kept).any(1)
+    bad = (~jnp.isfinite(logits).all(-1)) & kept
+    bad_position = jnp.where(
+        bad.any(1), lengths + jnp.argmax(bad, 1).astype(jnp.int32), requests.bad_position
+    )
+    logprobs = requests.logprobs
+    if logprobs is not None:
+        chosen = jnp.take_along_axis(logits, candidates[:, :, None], axis=2)[:, :, 0]
+        logprobs = append(logprobs, chosen - jax.nn.logsumexp(logits, -1))
+    counts = requests.counts
+    if counts is not None:
+        for i in range(gamma + 1):
+            counts = _count(counts, candidates[:, i], kept[:, i])
+    new = requests.replace(
+        pending=jnp.where(active, last, requests.pending),
+        tokens=append(requests.tokens, candidates),
+        kinds=append(requests.kinds, kinds),
+        logprobs=logprobs,
+        emitted=emitted,
+        done=requests.done | stopped | (emitted >= requests.limit),
+        rounds=requests.rounds + active.astype(jnp.int32),
+        drafts=jnp.where(active[:, None], drafts, requests.drafts)
+        if not first
+        else requests.drafts,
+        accepted=jnp.where(active, jnp.minimum(accepted, count), 0),
+        bad_position=bad_position,
+        counts=counts,
+    )
+    return new, lengths + count
+
+
+def select(
+    spec: SpecConfig,
+    scores: tuple[Array | None, ...],
+    lengths: Int[Array, "b"],
+    accepted: Int[Array, "b"],
+) -> Selection | None:
+    """The keys that the next round's drafts attend to, from the key scores of `verify`.
+
+    `lengths` are the verified rows before that verification; `accepted` how many drafts it kept.
+    None for drafters that keep no selection.
+    """
+    return drafters.get(spec).select(spec, scores, lengths, accepted)
+
+
+def spec_round(
+    model: Transformer,
+    params: Params,
+    state: DecodeState,
+    spec: SpecConfig,
+    processors: Processors,
+) -> DecodeState:
+    """One iteration for every sequence: draft, verify, accept, select; done ones stand still."""
+    with jax.named_scope("draft"):
+        drafts, draft_logits, cache = draft(model, params, state, spec, processors)
+    with jax.named_scope("verify"):
+        tokens = jnp.concatenate([state.requests.pending[:, None], drafts], axis=1)
+        logits, cache, scores = verify(model, params, cache, tokens, spec)
+    with jax.named_scope("accept"):
+        accepted, following = accept(
+            logits, drafts, draft_logits, state.requests, cache.lengths, spec, processors
+        )
+        requests, lengths = commit(
+            state.requests, cache.lengths, logits, drafts, accepted, following
+        )
+    with jax.named_scope("select"):
+        selection = select(spec, scores, cache.lengths, accepted)
+        if state.selection is not None and selection is not None:
+            selection = state.selection.keep_where(state.requests.done, selection)
+    return DecodeState(cache.replace(lengths=lengths), requests, selection)
+
+
+def uses_rejection(spec: SpecConfig, processors: Processors) -> bool:
+    """Whether drafts are judged by speculative sampling; greedy and plain need only agreement."""
+    return spec.acceptance == "rejection" and spec.num_drafts > 0 and not processors.greedy
+
+
+def _count(
+    counts: Int[Array, "B V"], token: Int[Array, "B"], kept: Bool[Array, "B"] | None = None
+) -> Int[Array, "B V"]:
+    rows = jnp.arange(counts.shape[0], dtype=jnp.int32)
+    return counts.at[rows, token].add(1 if kept is None else kept.astype(jnp.int32))
