@@ -1,0 +1,205 @@
+"""Decode speed and acceptance by context length: plain, streaming and vegas in one run.
+
+    python -m benchmarks.context --lengths=4096,8192,16384
+
+Every method continues the same held-out texts from the same prefilled cache, at temperature 0.8.
+Tokens per second are of decoding alone (no prefill, no compilation), tokens per round is the mean
+acceptance length.
+"""
+
+import dataclasses
+import datetime
+import platform
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+import vegas_jax
+from benchmarks.texts import documents
+from vegas_jax import Processors, SamplingParams, SpecConfig, Stats
+from vegas_jax.compiled import begin_jit, decode_jit, prefill_jit
+from vegas_jax.model.forward import PREFILL_CHUNK
+from vegas_jax.spec import init_state, new_requests
+
+_LENGTHS = flags.DEFINE_list("lengths", ["4096", "8192", "16384"], "Prompt lengths, in tokens.")
+_TEXTS = flags.DEFINE_integer("texts", 3, "Texts per length.")
+_NEW = flags.DEFINE_integer("max_new_tokens", 256, "Tokens to emit for each text.")
+_GAMMA = flags.DEFINE_integer("num_speculative_tokens", 6, "Drafts a round.")
+_RATIO = flags.DEFINE_float("sparse_ratio", 0.07, "Share of the context a draft attends to.")
+_MIN = flags.DEFINE_integer("sparse_min_tokens", 256, "... but at least so many keys.")
+_SELECTIONS = flags.DEFINE_list(
+    "selections",
+    ["1:0:0", "16:0:7"],
+    "Selections of vegas to compare, as block size:back:ahead; 1:0:0 is as published.",
+)
+_CHECKPOINT = flags.DEFINE_string("checkpoint", "codelm-16m", "Folder or shipped name.")
+_DTYPE = flags.DEFINE_string("dtype", None, "Compute dtype; by default what is fast here.")
+
+
+def methods() -> dict[str, SpecConfig]:
+    """What is compared, by its name in the table."""
+    base = SpecConfig(
+        num_speculative_tokens=_GAMMA.value,
+        sparse_ratio=_RATIO.value,
+        sparse_min_tokens=_MIN.value,
+    )
+    result = {
+        "plain": dataclasses.replace(base, method="plain"),
+        "streaming": dataclasses.replace(base, method="streaming"),
+    }
+    for text in _SELECTIONS.value:
+        block, back, ahead = map(int, text.split(":"))
+        name = f"vegas, blocks of {block}" if block > 1 else "vegas, single positions"
+        name += f", pool ({back}, {ahead})" if back or ahead else ""
+        name += " (as published)" if (block, back, ahead) == (1, 0, 0) else ""
+        result[name] = dataclasses.replace(
+            base, sparse_block_size=block, score_pool=(back, ahead)
+        )
+    return result
+
+
+class Bench:
+    """A loaded model, and the shapes of one context length."""
+
+    def __init__(self, length: int) -> None:
+        self.model, self.params, self.tokenizer = vegas_jax.load(
+            _CHECKPOINT.value, dtype=_DTYPE.value
+        )
+        self.length = length
+        self.max_len = length + _NEW.value
+        # Texts end at different places; none may end this measurement early.
+        self.sampling = SamplingParams(
+            max_new_tokens=_NEW.value, temperature=0.8, ignore_eos=True
+        )
+        self.static = {"model": self.model, "processors": Processors.of(self.sampling)}
+
+    def prefill(self, text: list[int]) -> tuple[vegas_jax.KVCache, float]:
+        """The cache of all but the last token, and the seconds it took."""
+        spec = SpecConfig(num_speculative_tokens=_GAMMA.value)
+        sizes = {"batch": 1, "max_len": self.max_len}
+        cache = init_state(self.model, spec, self.sampling, **sizes).cache
+        began = time.perf_counter()
+        slots = np.zeros(1, np.int32)
+        for start in range(0, len(text) - 1, PREFILL_CHUNK):
+            piece = text[start : min(start + PREFILL_CHUNK, len(text) - 1)]
+            tokens = np.zeros((1, PREFILL_CHUNK), np.int32)
+            tokens[0, : len(piece)] = piece
+            cache = prefill_jit(
+                model=self.model,
+                params=self.params,
+                cache=cache,
+                tokens=tokens,
+                starts=np.array([start], np.int32),
+                counts=np.array([len(piece)], np.int32),
+                slots=slots,
+            )
+        jax.block_until_ready(cache)
+        return cache, time.perf_counter() - began
+
+    def decode(
+        self, spec: SpecConfig, cache: vegas_jax.KVCache, text: list[int], seed: int
+    ) -> Stats:
+        """Continues a text; compiles on the first call with this `spec`."""
+        sizes = {"batch": 1, "max_len": self.max_len}
+        state = init_state(self.model, spec, self.sampling, **sizes)
+        state = state.replace(cache=jax.tree.map(jnp.copy, cache))
+        requests = new_requests(
+            self.model.config,
+            spec,
+            self.sampling,
+            **sizes,
+            limits=jnp.array([_NEW.value], jnp.int32),
+            seeds=(seed,),
+        )
+        state = begin_jit(
+            params=self.params,
+            state=state,
+            requests=requests,
+            last_tokens=np.array(text[-1:], np.int32),
+            lengths=np.array([len(text) - 1], np.int32),
+            slots=np.zeros(1, np.int32),
+            spec=spec,
+            **self.static,
+        )
+        run = {"params": self.params, "spec": spec, **self.static}
+        run["stop_on_any_done"] = np.bool_(False)
+        state = decode_jit(state=state, max_rounds=np.int32(0), **run)
+        jax.block_until_ready(state.requests.emitted)
+        began = time.perf_counter()
+        state = decode_jit(state=state, max_rounds=np.int32(2**31 - 1), **run)
+        kinds = np.asarray(state.requests.kinds[0, : int(state.requests.emitted[0])])
+        seconds = time.perf_counter() - began
+        return Stats.from_kinds(kinds.tolist(), spec.num_drafts, prefill_s=0.0, decode_s=seconds)
+
+
+def measure(length: int) -> list[list[str]]:
+    """Table rows of one context length."""
+    bench = Bench(length)
+    texts = documents(bench.tokenizer, length, _TEXTS.value)
+    found: dict[str, list[Stats]] = {name: [] for name in methods()}
+    prefill_s = []
+    for seed, text in enumerate(texts):
+        cache, seconds = bench.prefill(text)
+        prefill_s.append(seconds)
+        for name, spec in methods().items():
+            found[name].append(bench.decode(spec, cache, text, seed))
+            last = found[name][-1]
+            print(
+                f"  {length} text {seed} {name}: {last.tokens_per_second:.1f} tokens/s, "
+                f"{last.mean_acceptance_length:.2f} a round",
+                file=sys.stderr,
+                flush=True,
+            )
+        del cache
+    rows = []
+    speeds = {name: _tokens_per_second(stats) for name, stats in found.items()}
+    for name, stats in found.items():
+        emitted = sum(s.emitted - 1 for s in stats)
+        per_round = emitted / sum(s.rounds for s in stats)
+        accepted = sum(s.accepted for s in stats) / max(sum(s.drafted for s in stats), 1)
+        rows.append(
+            [
+                f"{length:,}",
+                name,
+                f"{speeds[name]:.1f}",
+                f"{speeds[name] / speeds['plain']:.2f}x",
+                f"{per_round:.2f}",
+                f"{accepted:.0%}" if spec_drafts(stats) else "",
+            ]
+        )
+    # The first text's prefill includes compilation.
+    print(f"prefill of {length} tokens: {min(prefill_s):.1f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+def spec_drafts(stats: list[Stats]) -> bool:
+    """Whether anything was drafted."""
+    return any(s.drafted for s in stats)
+
+
+def _tokens_per_second(stats: list[Stats]) -> float:
+    return sum(s.emitted - 1 for s in stats) / sum(s.decode_s for s in stats)
+
+
+def main(argv: list[str]) -> None:
+    """Prints the table as Markdown."""
+    rows = [row for length in map(int, _LENGTHS.value) for row in measure(length)]
+    device = jax.devices()[0]
+    print(
+        f"{datetime.date.today()}, {device.device_kind} x{jax.device_count()} "
+        f"({platform.machine()}), Python {platform.python_version()}, jax {jax.__version__}; "
+        f"{_CHECKPOINT.value}, {_TEXTS.value} texts, {_NEW.value} new tokens each, gamma "
+        f"{_GAMMA.value}, ratio {_RATIO.value:g}, at least {_MIN.value} keys, temperature 0.8\n"
+    )
+    print("| context | method | tokens/s | against plain | tokens a round | drafts accepted |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+
+
+if __name__ == "__main__":
+    app.run(main)
