@@ -56,9 +56,7 @@ def methods() -> dict[str, SpecConfig]:
         name = f"vegas, blocks of {block}" if block > 1 else "vegas, single positions"
         name += f", pool ({back}, {ahead})" if back or ahead else ""
         name += " (as published)" if (block, back, ahead) == (1, 0, 0) else ""
-        result[name] = dataclasses.replace(
-            base, sparse_block_size=block, score_pool=(back, ahead)
-        )
+        result[name] = dataclasses.replace(base, sparse_block_size=block, score_pool=(back, ahead))
     return result
 
 
@@ -72,9 +70,7 @@ class Bench:
         self.length = length
         self.max_len = length + _NEW.value
         # Texts end at different places; none may end this measurement early.
-        self.sampling = SamplingParams(
-            max_new_tokens=_NEW.value, temperature=0.8, ignore_eos=True
-        )
+        self.sampling = SamplingParams(max_new_tokens=_NEW.value, temperature=0.8, ignore_eos=True)
         self.static = {"model": self.model, "processors": Processors.of(self.sampling)}
 
     def prefill(self, text: list[int]) -> tuple[vegas_jax.KVCache, float]:

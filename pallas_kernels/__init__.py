@@ -9,7 +9,7 @@ of a KV head's group, D head_dim.
 """
 
 from pallas_kernels.select import pool_scores, select_top_k
-from pallas_kernels.sparse import sparse_attention
+from pallas_kernels.sparse import gather_blocks, sparse_attention
 from pallas_kernels.verify import verify_attention
 
-__all__ = ["pool_scores", "select_top_k", "sparse_attention", "verify_attention"]
+__all__ = ["gather_blocks", "pool_scores", "select_top_k", "sparse_attention", "verify_attention"]

@@ -16,22 +16,20 @@ def read_rows(
     cache, begin = _tie(cache, begin)
     if slots is None:
         return lax.dynamic_slice_in_dim(cache, begin, size, axis=2)
-    _, kv_heads, _, head_dim = cache.shape
-    origin = jnp.zeros_like(begin)
-
-    def read(slot: Array) -> Array:
-        start = (slot.astype(begin.dtype), origin, begin, origin)
-        return lax.dynamic_slice(cache, start, (1, kv_heads, size, head_dim))[0]
-
-    return jax.vmap(read)(slots)
+    return jax.vmap(lambda slot: _read(cache, slot, begin, size))(slots)
 
 
 def read_ragged_rows(
-    cache: Float[Array, "B K S D"], begin: Int[Array, " B"], size: int
-) -> Float[Array, "B K size D"]:
-    """Cache rows begin[i] .. begin[i]+size-1 of batch row i."""
+    cache: Float[Array, "B K S D"],
+    slots: Int[Array, " b"] | None,
+    begin: Int[Array, " b"],
+    size: int,
+) -> Float[Array, "b K size D"]:
+    """Cache rows begin[i] .. begin[i]+size-1 of batch row i, or of the one that slots[i] names."""
     cache, begin = _tie(cache, begin)
-    return jax.vmap(lambda rows, i: lax.dynamic_slice_in_dim(rows, i, size, axis=1))(cache, begin)
+    if slots is None:
+        slots = jnp.arange(begin.shape[0], dtype=begin.dtype)
+    return jax.vmap(lambda slot, row: _read(cache, slot, row, size))(slots, begin)
 
 
 def read_blocks(
@@ -47,6 +45,13 @@ def read_blocks(
     blocks = jnp.broadcast_to(blocks, (batch, kv_heads, blocks.shape[2]))
     take = jax.vmap(jax.vmap(lambda rows, i: jnp.take(rows, i, axis=0, mode="clip")))
     return take(cache, blocks).reshape(batch, kv_heads, -1, head_dim)
+
+
+def _read(cache: Array, slot: Array, begin: Array, size: int) -> Float[Array, "K size D"]:
+    _, kv_heads, _, head_dim = cache.shape
+    zero = jnp.zeros_like(begin)
+    start = (slot.astype(begin.dtype), zero, begin, zero)
+    return lax.dynamic_slice(cache, start, (1, kv_heads, size, head_dim))[0]
 
 
 def _tie(cache: Array, index: Array) -> tuple[Array, Array]:

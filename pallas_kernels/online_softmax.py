@@ -7,6 +7,7 @@ R = T * G rows (row t * G + g), so that each key is read once for all of them.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -66,13 +67,28 @@ def chunk_logits(
 
 
 def accumulate(
+    state: OnlineSoftmax, logits: Float[Array, "B K R C"], values: Float[Array, "B K C D"]
+) -> OnlineSoftmax:
+    """Takes in a chunk of keys that every row sees; -inf logits count for nothing."""
+    peak = jnp.maximum(state.peak, logits.max(axis=-1))
+    decay = jnp.exp(state.peak - peak)
+    weights = jnp.exp(logits - peak[..., None])
+    added = _dot("bkrs,bksd->bkrd", weights.astype(values.dtype), values)
+    return OnlineSoftmax(
+        peak=peak,
+        total=state.total * decay + weights.sum(axis=-1),
+        values=state.values * decay[..., None] + added,
+    )
+
+
+def accumulate_masked(
     state: OnlineSoftmax,
     logits: Float[Array, "B K R C"],
     visible: Bool[Array, "#B #K #R C"],
     values: Float[Array, "B K C D"],
     readable: Bool[Array, "#B #K C"],
 ) -> OnlineSoftmax:
-    """Takes in a chunk of keys.
+    """Takes in a chunk of keys that not every row sees.
 
     Args:
       state: of the chunks before.
@@ -83,14 +99,13 @@ def accumulate(
     """
     logits = jnp.where(visible, logits, -jnp.inf)
     values = jnp.where(readable[..., None], values, jnp.zeros((), values.dtype))
-    peak = jnp.maximum(state.peak, logits.max(axis=-1))
-    decay = jnp.exp(state.peak - peak)
-    weights = jnp.exp(logits - peak[..., None])
-    added = _dot("bkrs,bksd->bkrd", weights.astype(values.dtype), values)
-    return OnlineSoftmax(
-        peak=peak,
-        total=state.total * decay + weights.sum(axis=-1),
-        values=state.values * decay[..., None] + added,
+    return accumulate(state, logits, values)
+
+
+def where(choose: Bool[Array, " B"], state: OnlineSoftmax, other: OnlineSoftmax) -> OnlineSoftmax:
+    """`state` for the chosen sequences, `other` for the rest."""
+    return jax.tree.map(
+        lambda x, y: jnp.where(jnp.expand_dims(choose, range(1, x.ndim)), x, y), state, other
     )
 
 

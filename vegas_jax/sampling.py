@@ -137,12 +137,17 @@ def process_logits(
     return logits
 
 
-def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"] | None) -> Int[Array, "B"]:
-    """One token per row by the Gumbel-max trick, or the likeliest where there are no keys."""
-    if keys is not None:
-        vocabulary = logits.shape[-1]
-        logits = logits + jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,)))(keys)
-    return jnp.argmax(logits, -1).astype(jnp.int32)
+def draw(weights: Float[Array, "B V"], keys: Key[Array, "B"]) -> Int[Array, "B"]:
+    """One token per row with probability proportional to its weight.
+
+    Inverts the cumulative distribution: one random number a row, where the Gumbel-max trick takes one
+    for every entry of the vocabulary.
+    """
+    cumulative = jnp.cumsum(weights, -1)
+    # Uniforms are multiples of 2^-23 below 1, so the product stays below the last sum.
+    uniform = jax.vmap(lambda key: jax.random.uniform(key))(keys)
+    target = uniform[:, None] * cumulative[:, -1:]
+    return jnp.argmax(cumulative > target, -1).astype(jnp.int32)
 
 
 def draw_coupled(
@@ -153,8 +158,8 @@ def draw_coupled(
 ) -> Int[Array, "B T"]:
     """Draws each row's token with noise that depends on its seed and position only.
 
-    Whoever draws at a position, draft or target, alone or in a batch, draws with the same noise;
-    where their distributions agree they draw the same token (common random numbers).
+    Whoever draws at a position, draft or target, alone or in a batch, draws with the same Gumbel
+    noise; where their distributions agree they draw the same token (common random numbers).
     """
     if processors.greedy:
         return jnp.argmax(logits, -1).astype(jnp.int32)
@@ -162,8 +167,8 @@ def draw_coupled(
         lambda seed, row: jax.vmap(lambda position: noise_key(seed, COUPLED, position))(row)
     )(values.seed, positions)
     batch, rows, vocabulary = logits.shape
-    flat = draw(logits.reshape(batch * rows, vocabulary), keys.reshape(batch * rows))
-    return flat.reshape(batch, rows)
+    gumbel = jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,)))(keys.reshape(-1))
+    return jnp.argmax(logits + gumbel.reshape(batch, rows, vocabulary), -1).astype(jnp.int32)
 
 
 def _top_k_mask(logits: Array, k: Array) -> Array:

@@ -1,5 +1,5 @@
 """Attention over a list of key blocks and a contiguous tail."""
 
-from pallas_kernels.sparse.api import sparse_attention
+from pallas_kernels.sparse.api import gather_blocks, sparse_attention
 
-__all__ = ["sparse_attention"]
+__all__ = ["gather_blocks", "sparse_attention"]

@@ -10,8 +10,10 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.dispatch import choose
 from pallas_kernels.sparse import reference, xla
+from pallas_kernels.sparse.xla import GatheredBlocks
 
 IMPLEMENTATIONS = {"xla": xla.sparse_attention, "reference": reference.sparse_attention}
+GATHERS = {"xla": xla.gather_blocks, "reference": None}
 
 
 def sparse_attention(
@@ -25,19 +27,20 @@ def sparse_attention(
     block_size: int,
     tail_start: Int[Array, " B"],
     max_tail: int,
+    gathered: GatheredBlocks | None = None,
     scale: float | None = None,
     kernels: str = "auto",
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Grouped-query attention of T tokens over listed key blocks and a contiguous tail.
 
     The tokens' keys and values already stand in the cache: query t stands at cache row lengths+t.
-    It sees the rows of the listed blocks that are below tail_start, and the rows tail_start ..
-    lengths+t. Nothing depends on other rows, or on list entries from counts on, whatever they
-    hold. Source: the draft step of Vegas, arXiv 2602.07223.
+    It sees the rows of the listed blocks, and the rows tail_start .. lengths+t. Nothing depends on
+    other rows, or on list entries from counts on, whatever they hold. Source: the draft step of
+    Vegas, arXiv 2602.07223.
 
     Assumed but unchecked: 0 <= tail_start <= lengths <= S-T, lengths+T-tail_start <= max_tail,
-    0 <= counts <= N; the first `counts` entries are different, and their blocks begin below
-    tail_start.
+    0 <= counts <= N; the first `counts` entries are different, and their blocks lie below
+    tail_start, so that no row is seen twice.
 
     Args:
       q: queries.
@@ -50,6 +53,8 @@ def sparse_attention(
       block_size: cache rows in a block; divides S.
       tail_start: first cache row of the tail.
       max_tail: static bound on the rows of the tail, the tokens' own included.
+      gathered: what `gather_blocks` gave for this list or a longer one that begins with it, while
+        the listed rows have not changed: saves gathering them again.
       scale: factor on q.k; None is D**-0.5.
       kernels: "auto", "xla" or "reference".
 
@@ -62,27 +67,57 @@ def sparse_attention(
     implementation = choose(kernels, IMPLEMENTATIONS)
     require_attention_arguments(q, k, v)
     batch, tokens, _, head_dim = q.shape
-    kv_heads, cache_rows = k.shape[1:3]
+    cache_rows = k.shape[2]
     require_shape("q", q, (k.shape[0], *q.shape[1:]))
-    require(
-        blocks.ndim in (2, 3) and blocks.shape[:-1] in ((batch,), (batch, kv_heads)),
-        "blocks",
-        f"must have shape [{batch}, N] or [{batch}, {kv_heads}, N], but has {blocks.shape}",
-    )
-    for name, array in (("counts", counts), ("lengths", lengths), ("tail_start", tail_start)):
+    blocks, counts = _check_list(k, blocks, counts, block_size)
+    for name, array in (("lengths", lengths), ("tail_start", tail_start)):
         require_shape(name, array, (batch,))
-    counts, lengths = as_int32("counts", counts), as_int32("lengths", lengths)
-    tail_start, blocks = as_int32("tail_start", tail_start), as_int32("blocks", blocks)
-    require(
-        block_size >= 1 and cache_rows % block_size == 0,
-        "block_size",
-        f"must divide the {cache_rows} cache rows, but is {block_size}",
-    )
+    lengths, tail_start = as_int32("lengths", lengths), as_int32("tail_start", tail_start)
     require(
         tokens <= max_tail <= cache_rows,
         "max_tail",
         f"must be from {tokens} (query tokens) to {cache_rows} (cache rows), but is {max_tail}",
     )
-    blocks = blocks if blocks.ndim == 3 else blocks[:, None, :]
     scale = head_dim**-0.5 if scale is None else scale
-    return implementation(q, k, v, blocks, counts, lengths, tail_start, block_size, max_tail, scale)
+    lists = (blocks, counts, lengths, tail_start)
+    return implementation(q, k, v, *lists, block_size, max_tail, scale, gathered)
+
+
+def gather_blocks(
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    blocks: Int[Array, "B N"] | Int[Array, "B K N"],
+    counts: Int[Array, " B"],
+    *,
+    block_size: int,
+    kernels: str = "auto",
+) -> GatheredBlocks | None:
+    """Gathers listed blocks once, for several calls of `sparse_attention` with the same list.
+
+    Arguments as there. None where the implementation reads the cache itself and has no use for it.
+
+    Raises:
+      ValueError: an argument has a wrong shape, type or name.
+    """
+    gather = choose(kernels, GATHERS)
+    blocks, counts = _check_list(k, blocks, counts, block_size)
+    return None if gather is None else gather(k, v, blocks, counts, block_size)
+
+
+def _check_list(
+    k: Array, blocks: Array, counts: Array, block_size: int
+) -> tuple[Int[Array, "B heads N"], Int[Array, " B"]]:
+    batch, kv_heads, cache_rows, _ = k.shape
+    require(
+        blocks.ndim in (2, 3) and blocks.shape[:-1] in ((batch,), (batch, kv_heads)),
+        "blocks",
+        f"must have shape [{batch}, N] or [{batch}, {kv_heads}, N], but has {blocks.shape}",
+    )
+    require_shape("counts", counts, (batch,))
+    require(
+        block_size >= 1 and cache_rows % block_size == 0,
+        "block_size",
+        f"must divide the {cache_rows} cache rows, but is {block_size}",
+    )
+    blocks, counts = as_int32("blocks", blocks), as_int32("counts", counts)
+    return blocks if blocks.ndim == 3 else blocks[:, None, :], counts

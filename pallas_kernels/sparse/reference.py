@@ -16,9 +16,10 @@ def sparse_attention(
     block_size: int,
     max_tail: int,
     scale: float,
+    gathered: object = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """See `pallas_kernels.sparse_attention`; `blocks` has one list for all KV heads or one each."""
-    del max_tail
+    del max_tail, gathered
     batch, tokens, heads, head_dim = q.shape
     kv_heads, cache_rows = k.shape[1:3]
 
@@ -27,7 +28,6 @@ def sparse_attention(
     named = blocks[..., None] == (row // block_size)[None, None, None, :]  # [B, K or 1, N, S]
     listed = jnp.any(named & used[:, None, :, None], axis=2)  # [B, K or 1, S]
     start = tail_start[:, None, None]
-    listed = listed & (row[None, None, :] < start)
     end = lengths[:, None] + jnp.arange(tokens)[None, :]  # [B, T]
     tail = (row[None, None, :] >= start) & (row[None, None, :] <= end[:, :, None])  # [B, T, S]
     visible = listed[:, :, None, :] | tail[:, None, :, :]

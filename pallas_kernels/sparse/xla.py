@@ -1,6 +1,7 @@
-"""`sparse_attention` for any platform: gathers chunks of the list, then reads the tail."""
+"""`sparse_attention` for any platform: gathers the listed blocks, then attends to them and a tail."""
 
 from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,6 +16,41 @@ from pallas_kernels.online_softmax import OnlineSoftmax
 LIST_CHUNK = 2048
 TAIL_CHUNK = 512
 
+State = TypeVar("State")
+
+
+class GatheredBlocks(NamedTuple):
+    """The rows of the listed blocks side by side; values of entries that do not count are 0."""
+
+    k: Float[Array, "B K N*block_size D"]
+    v: Float[Array, "B K N*block_size D"]
+
+
+def gather_blocks(
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    blocks: Int[Array, "B heads N"],
+    counts: Int[Array, " B"],
+    block_size: int,
+    chunk: int = LIST_CHUNK,
+) -> GatheredBlocks:
+    """See `pallas_kernels.gather_blocks`; the trip count follows the longest list."""
+    batch, kv_heads, _, head_dim = k.shape
+    size = blocks.shape[2]
+    bound, entries = _split(size, chunk // block_size)
+
+    def gather(i: Array, gathered: GatheredBlocks) -> GatheredBlocks:
+        begin = jnp.minimum(i * entries, size - entries)  # the last trip may reach back
+        read = _read_listed(k, v, blocks, counts, begin, entries, block_size)
+        return read if bound == 1 else GatheredBlocks(*map(put, gathered, read, (begin, begin)))
+
+    def put(whole: Array, part: Array, begin: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(whole, part, begin * block_size, axis=2)
+
+    shape = (batch, kv_heads, size * block_size, head_dim)
+    empty = GatheredBlocks(jnp.zeros(shape, k.dtype), jnp.zeros(shape, v.dtype))
+    return _repeat(gather, -(-counts.max() // entries), bound, empty)
+
 
 def sparse_attention(
     q: Float[Array, "B T H D"],
@@ -27,6 +63,7 @@ def sparse_attention(
     block_size: int,
     max_tail: int,
     scale: float,
+    gathered: GatheredBlocks | None = None,
     list_chunk: int = LIST_CHUNK,
     tail_chunk: int = TAIL_CHUNK,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
@@ -37,26 +74,27 @@ def sparse_attention(
     """
     tokens = q.shape[1]
     kv_heads, cache_rows = k.shape[1:3]
-    list_size = blocks.shape[2]
     rows = online_softmax.pack_rows(q, kv_heads)
     state = online_softmax.start(rows)
-
-    list_bound = -(-list_size // max(1, list_chunk // block_size))
-    entries = -(-list_size // max(1, list_bound))  # of the list, a trip
+    size = blocks.shape[2]
+    list_bound, entries = _split(size, list_chunk // block_size)
 
     def attend_listed(i: Array, state: OnlineSoftmax) -> OnlineSoftmax:
-        begin = jnp.minimum(i * entries, list_size - entries)  # the last trip may reach back
-        entry = begin + jnp.arange(entries, dtype=jnp.int32)[None, None, :]
-        used = (entry < counts[:, None, None]) & (entry >= i * entries)
-        listed = lax.dynamic_slice_in_dim(blocks, begin, entries, axis=2)
-        listed = jnp.where(used, listed, 0)
-        keys, values = (read_blocks(x, listed, block_size) for x in (k, v))
-        offset = jnp.arange(block_size, dtype=jnp.int32)[None, None, None, :]
-        position = listed[..., None] * block_size + offset
-        seen = used[..., None] & (position < tail_start[:, None, None, None])
-        seen = seen.reshape(*listed.shape[:2], -1)
-        logits = online_softmax.chunk_logits(rows, keys, scale)
-        return online_softmax.accumulate(state, logits, seen[:, :, None, :], values, seen)
+        begin = jnp.minimum(i * entries, size - entries)  # the last trip may reach back
+        if gathered is None:
+            listed = _read_listed(k, v, blocks, counts, begin, entries, block_size)
+        elif list_bound == 1:
+            listed = gathered
+        else:
+            listed = GatheredBlocks(*(slice_of(x, begin) for x in gathered))
+        entry = begin + jnp.arange(entries, dtype=jnp.int32)[None, :]
+        used = (entry < counts[:, None]) & (entry >= i * entries)
+        used = jnp.repeat(used, block_size, axis=1)[:, None, None, :]
+        logits = jnp.where(used, online_softmax.chunk_logits(rows, listed.k, scale), -jnp.inf)
+        return online_softmax.accumulate(state, logits, listed.v)
+
+    def slice_of(x: Array, begin: Array) -> Array:
+        return lax.dynamic_slice_in_dim(x, begin * block_size, entries * block_size, axis=2)
 
     tail_chunk = min(tail_chunk, max_tail)
     tail_bound = -(-max_tail // tail_chunk)
@@ -66,27 +104,49 @@ def sparse_attention(
     def attend_tail(i: Array, state: OnlineSoftmax) -> OnlineSoftmax:
         unseen = tail_start + i * tail_chunk
         begin = jnp.clip(unseen, 0, cache_rows - tail_chunk)
-        keys, values = (read_ragged_rows(x, begin, tail_chunk) for x in (k, v))
+        keys, values = (read_ragged_rows(x, None, begin, tail_chunk) for x in (k, v))
         position = begin[:, None] + jnp.arange(tail_chunk, dtype=jnp.int32)[None, :]
         position = position[:, None, None, :]
         fresh = position >= unseen[:, None, None, None]  # the last trip may reach back
         visible = fresh & (position <= last)
         readable = (fresh & (position < length + tokens))[:, 0]
         logits = online_softmax.chunk_logits(rows, keys, scale)
-        return online_softmax.accumulate(state, logits, visible, values, readable)
+        return online_softmax.accumulate_masked(state, logits, visible, values, readable)
 
-    state = _repeat(attend_listed, -(-counts.max() // max(1, entries)), list_bound, state)
+    state = _repeat(attend_listed, -(-counts.max() // entries), list_bound, state)
     longest_tail = (lengths + tokens - tail_start).max()
     state = _repeat(attend_tail, -(-longest_tail // tail_chunk), tail_bound, state)
     return online_softmax.finish(state, tokens, q.dtype)
 
 
+def _read_listed(
+    k: Array,
+    v: Array,
+    blocks: Int[Array, "B heads N"],
+    counts: Int[Array, " B"],
+    begin: Int[Array, ""],
+    entries: int,
+    block_size: int,
+) -> GatheredBlocks:
+    """The rows of entries begin .. begin+entries-1 of the list."""
+    entry = begin + jnp.arange(entries, dtype=jnp.int32)[None, None, :]
+    used = entry < counts[:, None, None]
+    listed = jnp.where(used, lax.dynamic_slice_in_dim(blocks, begin, entries, axis=2), 0)
+    keys, values = (read_blocks(x, listed, block_size) for x in (k, v))
+    # What an entry that does not count points at may hold anything, and 0 * NaN is NaN.
+    readable = jnp.repeat(used, block_size, axis=2)[..., None]
+    return GatheredBlocks(keys, jnp.where(readable, values, jnp.zeros((), v.dtype)))
+
+
+def _split(size: int, most: int) -> tuple[int, int]:
+    """The fewest trips of at most `most` that go through `size`, and how much each takes."""
+    trips = -(-size // max(1, most))
+    return trips, -(-size // max(1, trips)) or 1
+
+
 def _repeat(
-    body: Callable[[Array, OnlineSoftmax], OnlineSoftmax],
-    trips: Int[Array, ""],
-    bound: int,
-    state: OnlineSoftmax,
-) -> OnlineSoftmax:
+    body: Callable[[Array, State], State], trips: Int[Array, ""], bound: int, state: State
+) -> State:
     """Runs `body` for `trips` <= `bound` trips; without a loop where one trip is the most."""
     if bound <= 1:
         return body(jnp.zeros((), jnp.int32), state) if bound else state

@@ -1,13 +1,16 @@
 """`verify_attention` for any platform: a loop over chunks of cache rows."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import online_softmax
-from pallas_kernels.cache_reads import read_rows
+from pallas_kernels.cache_reads import read_ragged_rows, read_rows
 from pallas_kernels.online_softmax import OnlineSoftmax
 from pallas_kernels.verify.key_scores import KeyScores
+
+EDGE = 512  # cache rows read at a time where masks are needed
 
 
 def chunk_size(packed_rows: int) -> int:
@@ -18,6 +21,9 @@ def chunk_size(packed_rows: int) -> int:
     # In ms on 2 CPU cores, S=16384, K=2, G=4, D=128, chunks of 512 / 1024 / 2048: B=1: 4.4 / 3.0 /
     # 3.0 (T=1), 10.1 / 7.9 / 6.4 (T=7), 549 / 584 / - (T=512); B=8: 86 / 62 / 80 (T=7).
     return 2048 if packed_rows <= 128 else 512
+
+
+Carry = tuple[OnlineSoftmax, Array | None]
 
 
 def verify_attention(
@@ -32,41 +38,59 @@ def verify_attention(
 ) -> tuple[Float[Array, "b T H D"], Float[Array, "b T H"], Float[Array, "b *rest S"] | None]:
     """See `pallas_kernels.verify_attention`; `chunk` cache rows are read at a time.
 
-    The trip count is traced, so that the cost follows the longest sequence and not S, and only the
-    scores' buffer grows with S: for mode "weight" it holds the chosen rows' logits until their
-    log-sum-exp is known.
+    Each sequence goes through the whole chunks that all of its queries see, without any mask, and
+    then through its edge, from there to its last row, in smaller masked pieces. Trip counts are
+    traced: the cost follows the longest sequence, not S. Only the scores' buffer grows with S: for
+    mode "weight" it holds the chosen rows' logits until their log-sum-exp is known.
     """
     tokens = q.shape[1]
     kv_heads, cache_rows = k.shape[1:3]
     rows = online_softmax.pack_rows(q, kv_heads)
     packed = rows.shape[2]
     chunk = min(chunk or chunk_size(packed), cache_rows)
-    num_chunks = -(-jnp.minimum(lengths.max() + tokens, cache_rows) // chunk)
+    edge = min(EDGE, chunk)
+    whole_chunks = jnp.minimum(lengths + 1, cache_rows) // chunk  # a first query sees lengths + 1
+    edge_start = whole_chunks * chunk
     length = lengths[:, None, None, None]
     limit = length + online_softmax.token_of_row(packed, tokens) + 1  # a row sees the keys below
 
-    def chunk_start(i: Array) -> Array:
-        return jnp.minimum(i * chunk, cache_rows - chunk)  # the last chunk may reach back
+    def note(noted: Array | None, logits: Array, begin: Array) -> Array | None:
+        if key_scores is None or noted is None:
+            return None
+        return _put(noted, key_scores.note(_ungroup(logits, tokens)), begin)
 
-    def attend(
-        i: Array, carry: tuple[OnlineSoftmax, Array | None]
-    ) -> tuple[OnlineSoftmax, Array | None]:
+    def attend_whole(i: Array, carry: Carry) -> Carry:
         state, noted = carry
-        begin = chunk_start(i)
+        begin = i * chunk
         keys, values = (read_rows(x, slots, begin, chunk) for x in (k, v))
         logits = online_softmax.chunk_logits(rows, keys, scale)
-        if key_scores is not None and noted is not None:
-            noted = _put(noted, key_scores.note(_ungroup(logits, tokens)), begin)
-        position = begin + jnp.arange(chunk, dtype=jnp.int32)[None, None, None, :]
-        visible = (position < limit) & (position >= i * chunk)
-        readable = (position < length + tokens)[:, 0]
-        return online_softmax.accumulate(state, logits, visible, values, readable), noted
+        after = online_softmax.accumulate(state, logits, values)
+        # Sequences that are through stand still; what they noted here their edge overwrites.
+        state = online_softmax.where(i < whole_chunks, after, state)
+        return state, note(noted, logits, begin)
+
+    def attend_edge(i: Array, carry: Carry) -> Carry:
+        state, noted = carry
+        unseen = edge_start + i * edge
+        begin = jnp.minimum(unseen, cache_rows - edge)  # the last piece may reach back
+        keys, values = (read_ragged_rows(x, slots, begin, edge) for x in (k, v))
+        logits = online_softmax.chunk_logits(rows, keys, scale)
+        position = begin[:, None, None, None] + jnp.arange(edge, dtype=jnp.int32)[None, None, None]
+        fresh = position >= unseen[:, None, None, None]
+        readable = (fresh & (position < length + tokens))[:, 0]
+        state = online_softmax.accumulate_masked(
+            state, logits, fresh & (position < limit), values, readable
+        )
+        return state, note(noted, logits, begin)
 
     noted = None
     if key_scores is not None:
         shape = key_scores.noted_shape(rows.shape[0], kv_heads, packed // tokens, cache_rows)
         noted = jnp.zeros(shape, jnp.float32)
-    state, noted = lax.fori_loop(0, num_chunks, attend, (online_softmax.start(rows), noted))
+    carry = (online_softmax.start(rows), noted)
+    carry = lax.fori_loop(0, whole_chunks.max(), attend_whole, carry)
+    longest_edge = (jnp.minimum(lengths + tokens, cache_rows) - edge_start).max()
+    state, noted = lax.fori_loop(0, -(-longest_edge // edge), attend_edge, carry)
     out, lse = online_softmax.finish(state, tokens, q.dtype)
     if key_scores is None or noted is None:
         return out, lse, None
@@ -77,10 +101,11 @@ def verify_attention(
         row_lse = key_scores.choose_rows(row_lse)
 
         def weigh(i: Array, scores: Array) -> Array:
-            begin = chunk_start(i)
+            begin = jnp.minimum(i * chunk, cache_rows - chunk)
             logits = lax.dynamic_slice_in_dim(noted, begin, chunk, axis=-1)
             return _put(scores, key_scores.average(jnp.exp(logits - row_lse)), begin)
 
+        num_chunks = -(-jnp.minimum(lengths.max() + 1, cache_rows) // chunk)
         shape = key_scores.shape(rows.shape[0], kv_heads, cache_rows)
         scores = lax.fori_loop(0, num_chunks, weigh, jnp.zeros(shape, jnp.float32))
 
@@ -95,6 +120,8 @@ def _ungroup(x: Float[Array, "b K R C"], tokens: int) -> Float[Array, "b K T G C
     return x.reshape(*x.shape[:2], tokens, x.shape[2] // tokens, x.shape[3])
 
 
-def _put(whole: Array, part: Array, begin: Array) -> Array:
-    """Writes `part` at `begin` of the last axis."""
+def _put(whole: Array, part: Array, begin: Int[Array, "*b"]) -> Array:
+    """Writes `part` at `begin` of the last axis, the same for all sequences or one for each."""
+    if begin.ndim:
+        return jax.vmap(_put)(whole, part, begin)
     return lax.dynamic_update_slice_in_dim(whole, part, begin, axis=-1)

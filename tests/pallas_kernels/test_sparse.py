@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import sparse_attention, verify_attention
+from pallas_kernels import gather_blocks, sparse_attention, verify_attention
 from pallas_kernels.sparse import reference, xla
 from tests.pallas_kernels.arrays import (
     MAGNITUDES,
@@ -35,9 +35,7 @@ CASES = [
 @functools.cache
 def compiled(implementation, block_size, max_tail, scale, chunks):
     extra = {} if chunks is None else {"list_chunk": chunks[0], "tail_chunk": chunks[1]}
-    return jax.jit(
-        lambda *arrays: implementation(*arrays, block_size, max_tail, scale, **extra),
-    )
+    return jax.jit(lambda *arrays: implementation(*arrays, block_size, max_tail, scale, **extra))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,7 +60,7 @@ def test_agrees_with_reference_whatever_the_other_rows_hold(case, data):
         shortest = max(0, length + tokens - max_tail)
         start = data.draw(st.sampled_from([shortest, (shortest + length) // 2, length]))
         tail_start[i] = start
-        below = -(-start // block)  # blocks that begin below the tail
+        below = start // block  # blocks that lie below the tail
         counts[i] = data.draw(st.sampled_from([0, min(1, size, below), min(size, below)]))
         for head in range(lists):
             listed = np.sort(rng.choice(below, counts[i], replace=False))
@@ -128,6 +126,33 @@ def test_one_list_for_all_heads_is_the_same_list_for_each():
 
     results = [run(blocks) for blocks in (shared, each)]
     jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.parametrize("chunk", [2048, 16])
+@pytest.mark.parametrize("kernels", ["xla", "reference"])
+def test_gathering_beforehand_changes_nothing(monkeypatch, kernels, chunk):
+    q, k, v = random_attention(0, 2, 2, 1, 64, 2, 2, 16, 1.0)
+    lengths = np.array([40, 60], np.int32)
+    blocks = np.array([[0, 2, 3, 4, 77], [1, 2, 6, 99, -5]], np.int32)
+    counts = np.array([4, 3], np.int32)
+    v = v.copy()
+    v[:, :, 61:] = np.nan
+    settings = {"block_size": 8, "kernels": kernels}
+    tail = {"tail_start": lengths // 8 * 8, "max_tail": 16}
+    monkeypatch.setattr(xla.gather_blocks, "__defaults__", (chunk,))
+
+    @jax.jit
+    def run(k, v, fewer):
+        gathered = gather_blocks(k, v, blocks, counts, **settings)
+        with_it = sparse_attention(
+            q, k, v, blocks, counts - fewer, lengths, gathered=gathered, **settings, **tail
+        )
+        without = sparse_attention(q, k, v, blocks, counts - fewer, lengths, **settings, **tail)
+        return with_it, without
+
+    for fewer in (0, 2):  # a list that begins like the gathered one
+        with_it, without = run(k, v, jnp.int32(fewer))
+        jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), with_it, without)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -133,14 +133,14 @@ def test_plain_sampling_has_the_exact_distribution():
 
 @pytest.mark.parametrize("wrong", ["accepts_too_much", "other_q", "no_residual"])
 def test_the_chi_square_test_sees_a_wrong_accept_ratio(monkeypatch, wrong):
-    def broken(drafts, draft_logits, target_logits, seeds, rounds):
+    def broken(drafts, q, p, seeds, rounds):
         if wrong == "accepts_too_much":  # p/q taken too large
-            draft_logits = draft_logits - 0.3 * jax.nn.one_hot(drafts, CONFIG.vocab_size)
+            q = q * jnp.where(jax.nn.one_hot(drafts, CONFIG.vocab_size) > 0, 0.75, 1.0)
         elif wrong == "other_q":  # q of another temperature than the draft was drawn at
-            draft_logits = draft_logits * 0.7
-        accepted, following = accept_rejection(drafts, draft_logits, target_logits, seeds, rounds)
+            q = jax.nn.softmax(0.7 * jnp.log(q), -1)
+        accepted, following = accept_rejection(drafts, q, p, seeds, rounds)
         if wrong == "no_residual":  # the refused draft's mass is not taken out
-            row = jnp.take_along_axis(target_logits, accepted[:, None, None], axis=1)[:, 0]
+            row = jnp.take_along_axis(p, accepted[:, None, None], axis=1)[:, 0]
             keys = jax.vmap(lambda s, r: vegas_jax.sampling.noise_key(s, 9, r))(seeds, rounds)
             following = vegas_jax.sampling.draw(row, keys)
         return accepted, following

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Int
 
+from vegas_jax.cache import KVCache
 from vegas_jax.config import ModelConfig, SpecConfig
 from vegas_jax.drafters import dense, streaming, vegas
 from vegas_jax.drafters.selection import Selection
@@ -37,10 +38,13 @@ class Drafter(Protocol):
         `lengths` are the verified rows before the verification that gave the scores.
         """
 
+    def prepare(self, spec: SpecConfig, selection: Any, cache: KVCache, kernels: str) -> Any:
+        """What the draft steps of a round share: `attend` gets it at every step."""
+
     def attend(
-        self, spec: SpecConfig, selection: Any, lengths: Int[Array, "B"], kernels: str
+        self, spec: SpecConfig, prepared: Any, lengths: Int[Array, "B"], step: Array, kernels: str
     ) -> Attend:
-        """Attention of one draft step whose token stands at position `lengths`."""
+        """Attention of draft step `step`, 0 .. gamma-1, whose token stands at lengths + step."""
 
 
 def get(spec: SpecConfig) -> Drafter:

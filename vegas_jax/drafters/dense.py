@@ -6,6 +6,7 @@ The upper bound of acceptance, and a test of everything around the draft.
 from jaxtyping import Array, Int
 
 from pallas_kernels import verify_attention
+from vegas_jax.cache import KVCache
 from vegas_jax.config import ModelConfig, SpecConfig
 from vegas_jax.model.transformer import Attend
 
@@ -22,11 +23,17 @@ def select(spec: SpecConfig, scores: tuple, lengths: Array, accepted: Array) -> 
     """Nothing is chosen."""
 
 
-def attend(spec: SpecConfig, selection: None, lengths: Int[Array, "B"], kernels: str) -> Attend:
+def prepare(spec: SpecConfig, selection: None, cache: KVCache, kernels: str) -> None:
+    """Nothing is shared."""
+
+
+def attend(
+    spec: SpecConfig, prepared: None, lengths: Int[Array, "B"], step: Array, kernels: str
+) -> Attend:
     """Full attention over the cache."""
 
     def attend_layer(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        out, _, _ = verify_attention(q, k, v, lengths, kernels=kernels)
+        out, _, _ = verify_attention(q, k, v, lengths + step, kernels=kernels)
         return out, None
 
     return attend_layer

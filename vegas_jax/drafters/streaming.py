@@ -5,10 +5,13 @@ window moves with every draft step. Its budget is that of the other sparse draft
 max(ceil(ratio * length), min_tokens) keys, sinks included.
 """
 
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels import sparse_attention
+from pallas_kernels import gather_blocks, sparse_attention
+from vegas_jax.cache import KVCache
 from vegas_jax.config import ModelConfig, SpecConfig
 from vegas_jax.model.transformer import Attend
 
@@ -27,29 +30,60 @@ def select(spec: SpecConfig, scores: tuple, lengths: Array, accepted: Array) -> 
     """Nothing is chosen: the window follows from the length."""
 
 
-def attend(spec: SpecConfig, selection: None, lengths: Int[Array, "B"], kernels: str) -> Attend:
-    """Attention over the first 16 positions and the most recent ones, the token's own included."""
-    context = lengths + 1
+class Prepared(NamedTuple):
+    """A list of positions such that every step of a round attends to the first so many.
+
+    The sinks, then the window from its newest position back: as it moves on, the oldest drop out.
+    """
+
+    positions: Int[Array, "B N"]
+    gathered: tuple[Any, ...]
+
+
+def prepare(spec: SpecConfig, selection: None, cache: KVCache, kernels: str) -> Prepared:
+    """Gathers sinks and window once for all draft steps."""
+    entry = jnp.arange(spec.max_selected(cache.rows), dtype=jnp.int32)[None, :]
+    newest = cache.lengths[:, None] - 1
+    positions = jnp.where(entry < SINKS, entry, newest - (entry - SINKS))
+    counts, _ = window(spec, cache.lengths, jnp.int32(0))
+    gathered = tuple(
+        gather_blocks(k, v, positions, counts, block_size=1, kernels=kernels)
+        for k, v in cache.layers
+    )
+    return Prepared(positions, gathered)
+
+
+def window(
+    spec: SpecConfig, lengths: Int[Array, "B"], step: Array
+) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    """How many of the listed positions a step attends to, and where its tail starts."""
+    context = lengths + step + 1
     budget = jnp.ceil(jnp.float32(spec.sparse_ratio) * context.astype(jnp.float32))
     budget = jnp.maximum(budget.astype(jnp.int32), spec.sparse_min_tokens)
-    window_start = context - jnp.maximum(budget - SINKS, 1)
+    start = context - jnp.maximum(budget - SINKS, 1)
     # Where window and sinks would touch there is nothing between them to leave out.
-    has_gap = window_start > SINKS
-    tail_start = jnp.where(has_gap, window_start, 0)
-    sinks = jnp.zeros((lengths.shape[0], 1), jnp.int32)
+    counts = jnp.where(start > SINKS, SINKS + jnp.maximum(lengths - start, 0), lengths)
+    return counts, jnp.maximum(start, lengths)
+
+
+def attend(
+    spec: SpecConfig, prepared: Prepared, lengths: Int[Array, "B"], step: Array, kernels: str
+) -> Attend:
+    """Attention over the first 16 positions and the most recent ones, the token's own included."""
+    counts, tail_start = window(spec, lengths, step)
 
     def attend_layer(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        max_tail = max(spec.max_selected(k.shape[2]), 2 * SINKS)
         out, _ = sparse_attention(
             q,
             k,
             v,
-            sinks,
-            has_gap.astype(jnp.int32),
-            lengths,
-            block_size=SINKS,
+            prepared.positions,
+            counts,
+            lengths + step,
+            block_size=1,
             tail_start=tail_start,
-            max_tail=max_tail,
+            max_tail=spec.num_speculative_tokens,
+            gathered=prepared.gathered[layer],
             kernels=kernels,
         )
         return out, None

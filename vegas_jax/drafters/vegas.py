@@ -8,10 +8,13 @@ their scores smoothed: a token that copies looks one position further each step,
 positions is stale three drafts later (docs/selection.md has the figures).
 """
 
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels import pool_scores, select_top_k, sparse_attention
+from pallas_kernels import gather_blocks, pool_scores, select_top_k, sparse_attention
+from vegas_jax.cache import KVCache
 from vegas_jax.config import ModelConfig, SpecConfig
 from vegas_jax.drafters.selection import Selection
 from vegas_jax.model.transformer import Attend
@@ -74,10 +77,34 @@ def select(
     return Selection(blocks, first, ranked)
 
 
+class Prepared(NamedTuple):
+    """The round's selection, and its rows gathered where the attention op wants that."""
+
+    selection: Selection
+    gathered: tuple[Any, ...]
+
+
+def prepare(spec: SpecConfig, selection: Selection, cache: KVCache, kernels: str) -> Prepared:
+    """Gathers each layer's chosen blocks once for all draft steps."""
+    gathered = tuple(
+        gather_blocks(
+            k,
+            v,
+            selection.blocks[layer],
+            selection.counts,
+            block_size=spec.sparse_block_size,
+            kernels=kernels,
+        )
+        for layer, (k, v) in enumerate(cache.layers)
+    )
+    return Prepared(selection, gathered)
+
+
 def attend(
-    spec: SpecConfig, selection: Selection, lengths: Int[Array, "B"], kernels: str
+    spec: SpecConfig, prepared: Prepared, lengths: Int[Array, "B"], step: Array, kernels: str
 ) -> Attend:
     """Attention over the chosen blocks and the tail, through the token's own position."""
+    selection, gathered = prepared
     # After a round of gamma accepted drafts and gamma - 1 new ones, behind a block cut short.
     max_tail = 2 * spec.num_speculative_tokens + spec.sparse_block_size
 
@@ -88,10 +115,11 @@ def attend(
             v,
             selection.blocks[layer],
             selection.counts,
-            lengths,
+            lengths + step,
             block_size=spec.sparse_block_size,
             tail_start=selection.tail_start,
             max_tail=max_tail,
+            gathered=gathered[layer],
             kernels=kernels,
         )
         return out, None

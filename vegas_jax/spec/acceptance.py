@@ -28,22 +28,26 @@ def accept_equal(
 
 def accept_rejection(
     drafts: Int[Array, "B gamma"],
-    draft_logits: Float[Array, "B gamma V"],
-    target_logits: Float[Array, "B gamma+1 V"],
+    q: Float[Array, "B gamma V"],
+    p: Float[Array, "B gamma+1 V"],
     seeds: UInt32[Array, "B 2"],
     rounds: Int[Array, "B"],
 ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
     """Speculative sampling (arXiv 2211.17192, algorithm 1; Vegas section 3.1).
 
     Keeps draft i with probability min(1, p_i / q_i) of it, up to the first refusal; then draws from
-    max(p - q, 0) renormalised, or from the last row's p when every draft was kept. Both logits must
-    be the processed ones that tokens are drawn from.
+    max(p - q, 0) renormalised, or from the last row's p when every draft was kept.
+
+    Args:
+      drafts: drawn from `q`.
+      q: the drafts' distributions, exactly as they were drawn from.
+      p: the target's, under the same processors.
+      seeds: of the requests.
+      rounds: the requests' round numbers, which make the noise of each round fresh.
 
     Returns how many drafts are kept, and the token after them.
     """
     gamma = drafts.shape[1]
-    p = jax.nn.softmax(target_logits, -1)
-    q = jax.nn.softmax(draft_logits, -1)
     p_draft = jnp.take_along_axis(p[:, :gamma], drafts[:, :, None], axis=2)[:, :, 0]
     q_draft = jnp.take_along_axis(q, drafts[:, :, None], axis=2)[:, :, 0]
 
@@ -62,4 +66,4 @@ def accept_rejection(
     # p == q everywhere leaves no residual; a refusal there is a rounding error of the ratio.
     residual = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, p_here)
     keys = jax.vmap(lambda seed, index: noise_key(seed, RESIDUAL, index))(seeds, rounds)
-    return accepted, draw(jnp.log(residual), keys)
+    return accepted, draw(residual, keys)

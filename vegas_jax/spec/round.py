@@ -30,8 +30,8 @@ def draft(
 ) -> tuple[Int[Array, "B gamma"], Float[Array, "B gamma V"] | None, KVCache]:
     """gamma single-token forwards with sparse attention, from the pending token on.
 
-    Returns the drafts, the processed logits that they were drawn from (None where acceptance does
-    not need them), and the cache, where the drafts' K/V stand beyond `lengths` until verification
+    Returns the drafts, the distributions that they were drawn from (None where acceptance does not
+    need them), and the cache, where the drafts' K/V stand beyond `lengths` until verification
     overwrites them.
     """
     requests, lengths = state.requests, state.cache.lengths
@@ -39,12 +39,13 @@ def draft(
         return requests.drafts, None, state.cache
     drafter = drafters.get(spec)
     by_rejection = uses_rejection(spec, processors)
+    prepared = drafter.prepare(spec, state.selection, state.cache, model.kernels)
 
     def step(
         carry: tuple[KVCache, Array, Array | None], i: Array
     ) -> tuple[tuple[KVCache, Array, Array | None], tuple[Array, Array | None]]:
         cache, token, counts = carry
-        attend = drafter.attend(spec, state.selection, lengths + i, model.kernels)
+        attend = drafter.attend(spec, prepared, lengths, i, model.kernels)
         hidden, cache, _ = forward(model, params, cache, token[:, None], lengths + i, attend)
         logits = unembed(model, params, hidden)
         row_counts = None if counts is None else counts[:, None]
@@ -55,20 +56,21 @@ def draft(
             keys = jax.vmap(lambda seed, r: noise_key(seed, DRAFT, r, i))(
                 requests.sampling.seed, requests.rounds
             )
-            token = draw(logits[:, 0], keys)
+            q = jax.nn.softmax(logits[:, 0], -1)
+            token = draw(q, keys)
         else:
+            q = None
             token = draw_coupled(logits, requests.sampling, processors, (lengths + i + 1)[:, None])[
                 :, 0
             ]
         if counts is not None:
             counts = _count(counts, token)
-        return (cache, token, counts), (token, logits[:, 0] if by_rejection else None)
+        return (cache, token, counts), (token, q)
 
     start = (state.cache, requests.pending, requests.counts)
     steps = jnp.arange(spec.num_drafts, dtype=jnp.int32)
-    (cache, _, _), (drafts, draft_logits) = jax.lax.scan(step, start, steps)
-    draft_logits = None if draft_logits is None else draft_logits.swapaxes(0, 1)
-    return drafts.swapaxes(0, 1), draft_logits, cache
+    (cache, _, _), (drafts, q) = jax.lax.scan(step, start, steps)
+    return drafts.swapaxes(0, 1), None if q is None else q.swapaxes(0, 1), cache
 
 
 def verify(
@@ -108,7 +110,7 @@ def verify(
 def accept(
     logits: Float[Array, "b T V"],
     drafts: Int[Array, "b gamma"],
-    draft_logits: Float[Array, "b gamma V"] | None,
+    q: Float[Array, "b gamma V"] | None,
     requests: Requests,
     lengths: Int[Array, "b"],
     spec: SpecConfig,
@@ -116,7 +118,7 @@ def accept(
 ) -> tuple[Int[Array, "b"], Int[Array, "b"]]:
     """How many drafts stand, and the target's token after them.
 
-    `logits` are those of `verify`, unprocessed; T = gamma + 1.
+    `logits` are those of `verify`, unprocessed; T = gamma + 1. `q` is what `draft` gave.
     """
     counts = None
     if requests.counts is not None:
@@ -125,10 +127,9 @@ def accept(
         steps = jnp.pad(steps, ((0, 0), (1, 0), (0, 0)))
         counts = requests.counts[:, None] + steps
     processed = process_logits(logits, requests.sampling, processors, requests.in_prompt, counts)
-    if draft_logits is not None:
-        return accept_rejection(
-            drafts, draft_logits, processed, requests.sampling.seed, requests.rounds
-        )
+    if q is not None:
+        p = jax.nn.softmax(processed, -1)
+        return accept_rejection(drafts, q, p, requests.sampling.seed, requests.rounds)
     rows = jnp.arange(logits.shape[1], dtype=jnp.int32)
     positions = lengths[:, None] + 1 + rows[None, :]
     return accept_equal(drafts, draw_coupled(processed, requests.sampling, processors, positions))
@@ -227,13 +228,13 @@ def spec_round(
 ) -> DecodeState:
     """One iteration for every sequence: draft, verify, accept, select; done ones stand still."""
     with jax.named_scope("draft"):
-        drafts, draft_logits, cache = draft(model, params, state, spec, processors)
+        drafts, q, cache = draft(model, params, state, spec, processors)
     with jax.named_scope("verify"):
         tokens = jnp.concatenate([state.requests.pending[:, None], drafts], axis=1)
         logits, cache, scores = verify(model, params, cache, tokens, spec)
     with jax.named_scope("accept"):
         accepted, following = accept(
-            logits, drafts, draft_logits, state.requests, cache.lengths, spec, processors
+            logits, drafts, q, state.requests, cache.lengths, spec, processors
         )
         requests, lengths = commit(
             state.requests, cache.lengths, logits, drafts, accepted, following
