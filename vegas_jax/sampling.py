@@ -140,8 +140,8 @@ def process_logits(
 def draw(weights: Float[Array, "B V"], keys: Key[Array, "B"]) -> Int[Array, "B"]:
     """One token per row with probability proportional to its weight.
 
-    Inverts the cumulative distribution: one random number a row, where the Gumbel-max trick takes one
-    for every entry of the vocabulary.
+    Inverts the cumulative distribution: one random number a row, where the Gumbel-max trick takes
+    one for every entry of the vocabulary.
     """
     cumulative = jnp.cumsum(weights, -1)
     # Uniforms are multiples of 2^-23 below 1, so the product stays below the last sum.

@@ -1,5 +1,7 @@
 """The public `sparse_attention`."""
 
+from collections.abc import Callable
+
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import (
@@ -12,8 +14,16 @@ from pallas_kernels.dispatch import choose
 from pallas_kernels.sparse import reference, xla
 from pallas_kernels.sparse.xla import GatheredBlocks
 
-IMPLEMENTATIONS = {"xla": xla.sparse_attention, "reference": reference.sparse_attention}
-GATHERS = {"xla": xla.gather_blocks, "reference": None}
+Attention = tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]
+
+IMPLEMENTATIONS: dict[str, Callable[..., Attention]] = {
+    "xla": xla.sparse_attention,
+    "reference": reference.sparse_attention,
+}
+GATHERS: dict[str, Callable[..., GatheredBlocks] | None] = {
+    "xla": xla.gather_blocks,
+    "reference": None,
+}
 
 
 def sparse_attention(

@@ -1,4 +1,4 @@
-"""`sparse_attention` for any platform: gathers the listed blocks, then attends to them and a tail."""
+"""`sparse_attention` for any platform: gathers the listed blocks, attends to them and a tail."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
