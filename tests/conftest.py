@@ -1,4 +1,10 @@
-"""Settings for all tests: strict JAX promotion, and hypothesis without chance or deadlines."""
+"""Settings for all tests: JAX as strict as can be, hypothesis without chance or deadlines."""
+
+import os
+
+# The suite compiles about a hundred programs and runs each for a moment. LLVM's costlier passes
+# change how fast a program is, not what it computes. Read when JAX starts.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=1"
 
 import hypothesis
 import jax

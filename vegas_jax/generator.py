@@ -101,7 +101,10 @@ class Generator:
     def warmup(
         self, sampling: SamplingParams | None = None, num_prompts: int | None = None
     ) -> None:
-        """Compiles all that `num_prompts` prompts (default: batch_size) with such sampling need."""
+        """Compiles all that `num_prompts` prompts (default: batch_size) with such sampling need.
+
+        The first run otherwise begins with it: some ten seconds on a CPU, more for large models.
+        """
         sampling = SamplingParams() if sampling is None else sampling
         state = self._empty_state(self._num_slots(num_prompts or self.batch_size), sampling)
         job = Job(0, (0, 0), limit=0, seed=0)

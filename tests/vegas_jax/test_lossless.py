@@ -1,5 +1,6 @@
 """The emitted tokens do not depend on the drafter: the promise everything else stands on."""
 
+import dataclasses
 import functools
 
 import jax
@@ -29,19 +30,25 @@ COUPLED = SamplingParams(
 SAMPLINGS = {"greedy": GREEDY, "coupled": COUPLED}
 
 
-def run(spec: SpecConfig, sampling: SamplingParams):
-    generator = Generator(tiny.MODEL, tiny.params(), spec=spec, max_len=MAX_LEN)
-    return generator.generate(tiny.prompts(LENGTHS), sampling)
+# The processors make a program much larger; a model of one layer keeps the suite's time down. That
+# they go together with several layers the generator's tests show.
+CONFIGS = {"greedy": tiny.CONFIG, "coupled": dataclasses.replace(tiny.CONFIG, num_layers=1)}
+
+
+def run(spec: SpecConfig, sampling_name: str):
+    config = CONFIGS[sampling_name]
+    model = vegas_jax.Transformer(config)
+    generator = Generator(model, tiny.params(config), spec=spec, max_len=MAX_LEN)
+    return generator.generate(tiny.prompts(LENGTHS), SAMPLINGS[sampling_name])
 
 
 @functools.cache
 def plain(sampling_name: str):
-    completions = run(SpecConfig(method="plain"), SAMPLINGS[sampling_name])
-    return [c.token_ids for c in completions]
+    return [c.token_ids for c in run(SpecConfig(method="plain"), sampling_name)]
 
 
 def same_as_plain(spec: SpecConfig, sampling_name: str):
-    completions = run(spec, SAMPLINGS[sampling_name])
+    completions = run(spec, sampling_name)
     assert [c.token_ids for c in completions] == plain(sampling_name)
     return completions
 
@@ -127,7 +134,7 @@ def test_a_drafter_that_is_always_wrong_changes_nothing(monkeypatch):
     monkeypatch.setattr(spec_round_module, "draft", wrong_draft)
     # A gamma that no other test uses, so that the patched round is really traced.
     for completion, tokens in zip(
-        run(SpecConfig(num_speculative_tokens=5), GREEDY), expected, strict=True
+        run(SpecConfig(num_speculative_tokens=5), "greedy"), expected, strict=True
     ):
         assert completion.token_ids == tokens
         assert completion.stats.accepted == 0

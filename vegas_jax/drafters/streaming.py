@@ -62,8 +62,9 @@ def window(
     budget = jnp.maximum(budget.astype(jnp.int32), spec.sparse_min_tokens)
     start = context - jnp.maximum(budget - SINKS, 1)
     # Where window and sinks would touch there is nothing between them to leave out.
-    counts = jnp.where(start > SINKS, SINKS + jnp.maximum(lengths - start, 0), lengths)
-    return counts, jnp.maximum(start, lengths)
+    has_gap = (start > SINKS) & (lengths >= SINKS)
+    counts = jnp.where(has_gap, SINKS + jnp.maximum(lengths - start, 0), lengths)
+    return counts, jnp.where(has_gap, jnp.maximum(start, lengths), lengths)
 
 
 def attend(

@@ -6,7 +6,7 @@ position L, a drafts accepted. Verification runs [t0, d1..d_gamma]; its row i ju
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import verify_attention
 from vegas_jax import drafters
@@ -64,7 +64,8 @@ def draft(
                 :, 0
             ]
         if counts is not None:
-            counts = _count(counts, token)
+            rows = jnp.arange(token.shape[0], dtype=jnp.int32)
+            counts = counts.at[rows, token].add(1)
         return (cache, token, counts), (token, q)
 
     start = (state.cache, requests.pending, requests.counts)
@@ -165,10 +166,10 @@ def commit(
     count = jnp.minimum(jnp.minimum(accepted + 1, until_stop), requests.limit - requests.emitted)
     count = jnp.where(requests.done, 0, count)
     kept = row < count[:, None]
+    sequence = jnp.arange(count.shape[0], dtype=jnp.int32)[:, None]
 
     def append(buffer: Array, values: Array) -> Array:
         where = jnp.where(kept, requests.emitted[:, None] + row, buffer.shape[1])
-        sequence = jnp.arange(buffer.shape[0], dtype=jnp.int32)[:, None]
         return buffer.at[sequence, where].set(values.astype(buffer.dtype), mode="drop")
 
     emitted = requests.emitted + count
@@ -185,8 +186,7 @@ def commit(
         logprobs = append(logprobs, chosen - jax.nn.logsumexp(logits, -1))
     counts = requests.counts
     if counts is not None:
-        for i in range(gamma + 1):
-            counts = _count(counts, candidates[:, i], kept[:, i])
+        counts = counts.at[sequence, candidates].add(kept.astype(jnp.int32))
     new = requests.replace(
         pending=jnp.where(active, last, requests.pending),
         tokens=append(requests.tokens, candidates),
@@ -249,10 +249,3 @@ def spec_round(
 def uses_rejection(spec: SpecConfig, processors: Processors) -> bool:
     """Whether drafts are judged by speculative sampling; greedy and plain need only agreement."""
     return spec.acceptance == "rejection" and spec.num_drafts > 0 and not processors.greedy
-
-
-def _count(
-    counts: Int[Array, "B V"], token: Int[Array, "B"], kept: Bool[Array, "B"] | None = None
-) -> Int[Array, "B V"]:
-    rows = jnp.arange(counts.shape[0], dtype=jnp.int32)
-    return counts.at[rows, token].add(1 if kept is None else kept.astype(jnp.int32))
