@@ -5,18 +5,9 @@ token after which some stop string occurs in the text; of those that occur by th
 begins earliest is cut, with all that follows it.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 from vegas_jax.errors import check
-
-
-@dataclasses.dataclass(frozen=True)
-class StopHit:
-    """Where a text stops: after `num_tokens` tokens, with `text` before the stop string."""
-
-    num_tokens: int
-    text: str
 
 
 class StopChecker:
@@ -58,23 +49,3 @@ class StopChecker:
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return length
         return 0
-
-
-def find_stop(pieces: Sequence[str], stops: Sequence[str]) -> StopHit | None:
-    """Finds where a text stops.
-
-    Args:
-      pieces: the text that each token added, in order; "" for a token that finished no character.
-      stops: stop strings, in any order. Of two that begin at the same place, the shorter decides,
-        because it is complete first.
-
-    Returns:
-      None if no stop string occurs in the joined pieces.
-    """
-    checker = StopChecker(stops)
-    shown: list[str] = []
-    for num_tokens, piece in enumerate(pieces, start=1):
-        shown.append(checker.add(piece))
-        if checker.stopped:
-            return StopHit(num_tokens, "".join(shown))
-    return None
