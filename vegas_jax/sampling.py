@@ -16,6 +16,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from vegas_jax.config import SamplingParams
+from vegas_jax.errors import check
 
 # What a random draw is for. Each purpose has a stream of noise of its own.
 COUPLED, DRAFT, ACCEPT, RESIDUAL = range(4)
@@ -67,6 +68,7 @@ class SamplingValues(struct.PyTreeNode):
         """The same values for every row; `seeds` (default: params.seed) one per row."""
         if seeds is None:
             seeds = params.seed if isinstance(params.seed, tuple) else (params.seed,) * batch
+        check(len(seeds) == batch, "seed", seeds, f"one value, or one for each of {batch} rows")
         halves = [[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds]
 
         def fill(value: float, dtype: type = np.float32) -> Array:
