@@ -21,8 +21,7 @@ from absl import app, flags
 import vegas_jax
 from benchmarks.texts import documents
 from vegas_jax import Processors, SamplingParams, SpecConfig, Stats
-from vegas_jax.compiled import begin_jit, decode_jit, prefill_jit
-from vegas_jax.model.forward import PREFILL_CHUNK
+from vegas_jax.compiled import begin_jit, decode_jit, prefill_slot
 from vegas_jax.spec import init_state, new_requests
 
 _LENGTHS = flags.DEFINE_list("lengths", ["4096", "8192", "16384"], "Prompt lengths, in tokens.")
@@ -79,20 +78,7 @@ class Bench:
         sizes = {"batch": 1, "max_len": self.max_len}
         cache = init_state(self.model, spec, self.sampling, **sizes).cache
         began = time.perf_counter()
-        slots = np.zeros(1, np.int32)
-        for start in range(0, len(text) - 1, PREFILL_CHUNK):
-            piece = text[start : min(start + PREFILL_CHUNK, len(text) - 1)]
-            tokens = np.zeros((1, PREFILL_CHUNK), np.int32)
-            tokens[0, : len(piece)] = piece
-            cache = prefill_jit(
-                model=self.model,
-                params=self.params,
-                cache=cache,
-                tokens=tokens,
-                starts=np.array([start], np.int32),
-                counts=np.array([len(piece)], np.int32),
-                slots=slots,
-            )
+        cache = prefill_slot(self.model, self.params, cache, text[:-1], 0)
         jax.block_until_ready(cache)
         return cache, time.perf_counter() - began
 

@@ -5,7 +5,10 @@ All three are hashable, so that they can be static arguments of a jitted functio
 
 import dataclasses
 import math
+import numbers
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from vegas_jax.errors import check
 
@@ -38,7 +41,14 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "max_position_embeddings",
+        ):
             check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         check(
             self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads == 0,
@@ -97,26 +107,19 @@ class SpecConfig:
 
     def __post_init__(self) -> None:
         _check_choice("method", self.method, Method)
+        _integers(self, "num_speculative_tokens", "sparse_min_tokens", "sparse_block_size")
         gamma = self.num_speculative_tokens
-        check(
-            _is_int(gamma) and 1 <= gamma <= 64,
-            "num_speculative_tokens",
-            gamma,
-            "an integer from 1 to 64",
-        )
-        check(0.0 < self.sparse_ratio <= 1.0, "sparse_ratio", self.sparse_ratio, "in (0, 1]")
-        check(
-            _is_int(self.sparse_min_tokens) and self.sparse_min_tokens >= 1,
-            "sparse_min_tokens",
-            self.sparse_min_tokens,
-            "an integer of at least 1",
-        )
-        check(
-            self.sparse_block_size in BLOCK_SIZES,
-            "sparse_block_size",
-            self.sparse_block_size,
-            f"one of {', '.join(map(str, BLOCK_SIZES))}",
-        )
+        allowed = "an integer from 1 to 64"
+        check(_is_int(gamma) and 1 <= gamma <= 64, "num_speculative_tokens", gamma, allowed)
+        _check_range("sparse_ratio", self.sparse_ratio, above=0.0, most=1.0)
+        least = self.sparse_min_tokens
+        allowed = "an integer of at least 1"
+        check(_is_int(least) and least >= 1, "sparse_min_tokens", least, allowed)
+        block = self.sparse_block_size
+        allowed = f"one of {', '.join(map(str, BLOCK_SIZES))}"
+        check(_is_int(block) and block in BLOCK_SIZES, "sparse_block_size", block, allowed)
+        if isinstance(self.score_pool, list):
+            object.__setattr__(self, "score_pool", tuple(self.score_pool))
         pool = self.score_pool
         check(
             isinstance(pool, tuple)
@@ -126,6 +129,7 @@ class SpecConfig:
             pool,
             "two integers from 0 to 1024: positions (back, ahead)",
         )
+        check(isinstance(self.per_kv_head, bool), "per_kv_head", self.per_kv_head, "True or False")
         _check_choice("score_mode", self.score_mode, ScoreMode)
         _check_choice("score_rows", self.score_rows, ScoreRows)
         _check_choice("acceptance", self.acceptance, Acceptance)
@@ -189,47 +193,33 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "seed"):
             value = getattr(self, name)
-            if isinstance(value, list):
+            if isinstance(value, list | np.ndarray):
                 object.__setattr__(self, name, tuple(value))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        new = self.max_new_tokens
-        check(
-            new is None or (_is_int(new) and new >= 0),
-            "max_new_tokens",
-            new,
-            "None or an integer of at least 0",
-        )
-        _check_finite_range("temperature", self.temperature, 0.0, math.inf)
-        check(
-            _is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer of at least 0"
-        )
-        check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
-        check(0.0 <= self.min_p < 1.0, "min_p", self.min_p, "in [0, 1)")
-        check(
-            0.0 < self.repetition_penalty < math.inf,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "a positive number",
-        )
-        _check_finite_range("presence_penalty", self.presence_penalty, -math.inf, math.inf)
-        _check_finite_range("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
+        _integers(self, "max_new_tokens", "top_k", "seed", "stop_token_ids")
+        new, top_k = self.max_new_tokens, self.top_k
+        allowed = "None or an integer of at least 0"
+        check(new is None or (_is_int(new) and new >= 0), "max_new_tokens", new, allowed)
+        check(_is_int(top_k) and top_k >= 0, "top_k", top_k, "an integer of at least 0")
+        _check_range("temperature", self.temperature, least=0.0)
+        _check_range("top_p", self.top_p, above=0.0, most=1.0)
+        _check_range("min_p", self.min_p, least=0.0, below=1.0)
+        # Bounds far beyond use, within which float32 logits stay finite.
+        _check_range("repetition_penalty", self.repetition_penalty, least=1e-6, most=1e6)
+        _check_range("presence_penalty", self.presence_penalty, least=-1e6, most=1e6)
+        _check_range("frequency_penalty", self.frequency_penalty, least=-1e6, most=1e6)
         seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
-        check(
-            all(_is_int(s) and 0 <= s < 2**64 for s in seeds),
-            "seed",
-            self.seed,
-            "an integer from 0 to 2**64 - 1, or one such integer per prompt",
-        )
-        check(
-            all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "non-empty strings"
-        )
-        check(
-            all(_is_int(t) and t >= 0 for t in self.stop_token_ids),
-            "stop_token_ids",
-            self.stop_token_ids,
-            "non-negative integers",
-        )
+        allowed = "an integer from 0 to 2**64 - 1, or one such integer per prompt"
+        check(all(_is_int(s) and 0 <= s < 2**64 for s in seeds), "seed", self.seed, allowed)
+        for name, members, wanted in (
+            ("stop", lambda s: isinstance(s, str) and s, "non-empty strings"),
+            ("stop_token_ids", lambda t: _is_int(t) and 0 <= t < 2**31, "token ids"),
+        ):
+            value = getattr(self, name)
+            check(isinstance(value, tuple) and all(map(members, value)), name, value, wanted)
+        for name in ("ignore_eos", "logprobs"):
+            check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
     @property
     def greedy(self) -> bool:
@@ -246,6 +236,31 @@ def _check_choice(name: str, value: Any, literal: Any) -> None:
     check(value in choices, name, value, f"one of {', '.join(choices)}")
 
 
-def _check_finite_range(name: str, value: float, low: float, high: float) -> None:
-    allowed = f"a finite number of at least {low:g}" if math.isfinite(low) else "a finite number"
-    check(math.isfinite(value) and low <= value <= high, name, value, allowed)
+def _integers(config: Any, *names: str) -> None:
+    """Turns numpy's integers into Python's; leaves all else to be checked."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(convert, value))
+        return int(value) if isinstance(value, np.integer) else value
+
+    for name in names:
+        object.__setattr__(config, name, convert(getattr(config, name)))
+
+
+def _check_range(
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+) -> None:
+    """Checks for a finite number within bounds, `above` and `below` exclusive."""
+    bounds = (("at least", least), ("above", above), ("below", below), ("at most", most))
+    limits = [f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound)]
+    allowed = " ".join(["a finite number", " and ".join(limits)]).strip()
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    inside = number and math.isfinite(value) and least <= value <= most and above < value < below
+    check(inside, name, value, allowed)

@@ -21,4 +21,6 @@ class NonFiniteLogitsError(ArithmeticError):
 def check(condition: bool, argument: str, value: Any, allowed: str) -> None:
     """Raises InputError "argument is value, but must be allowed" unless `condition` holds."""
     if not condition:
-        raise InputError(f"{argument} is {value!r}, but must be {allowed}")
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        raise InputError(f"{argument} is {shown}, but must be {allowed}")

@@ -1,17 +1,18 @@
 """Prompts in, completions out: the front door for people."""
 
+import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vegas_jax.compiled import begin_jit, decode_jit, finish_jit, prefill_jit
+from vegas_jax.compiled import begin_jit, decode_jit, finish_jit, prefill_slot
 from vegas_jax.completion import Completion, Delta
 from vegas_jax.config import SamplingParams, SpecConfig
-from vegas_jax.errors import InputError, NonFiniteLogitsError
-from vegas_jax.model.forward import PREFILL_CHUNK, Params
+from vegas_jax.errors import InputError, NonFiniteLogitsError, check
+from vegas_jax.model.forward import Params
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.progress import Job, Progress
 from vegas_jax.sampling import Processors
@@ -30,8 +31,8 @@ class Generator:
       model, params, tokenizer: as `vegas_jax.load` gives them. Without a tokenizer prompts are
         token ids and completions have no text.
       spec: how to draft; the default is what gives most tokens per second.
-      max_len: room for prompt and completion together, in tokens. Memory grows with it, the time of
-        a round does not.
+      max_len: room for prompt and completion together, in tokens; by default 4096, or what the
+        model can do. Memory grows with it, the time of a round does not.
       batch_size: sequences decoded at once, at most. Slots are refilled as sequences finish.
     """
 
@@ -42,21 +43,22 @@ class Generator:
         tokenizer: Tokenizer | None = None,
         *,
         spec: SpecConfig | None = None,
-        max_len: int = 4096,
+        max_len: int | None = None,
         batch_size: int = 8,
     ) -> None:
+        limit = model.config.max_position_embeddings
+        max_len = min(4096, limit) if max_len is None else max_len
         for name, value in (("max_len", max_len), ("batch_size", batch_size)):
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} is {value!r}, but must be an integer of at least 1")
-        if max_len > model.config.max_position_embeddings:
-            raise InputError(
-                f"max_len is {max_len}, but the model knows positions up to "
-                f"{model.config.max_position_embeddings}"
-            )
+            valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            check(valid, name, value, "an integer of at least 1")
+        if max_len > limit:
+            raise InputError(f"max_len is {max_len}, but the model knows positions up to {limit}")
+        spec = SpecConfig() if spec is None else spec
+        check(isinstance(spec, SpecConfig), "spec", spec, "a SpecConfig")
         self.model = model
         self.params = params
         self.tokenizer = tokenizer
-        self.spec = SpecConfig() if spec is None else spec
+        self.spec = spec
         self.max_len = max_len
         self.batch_size = batch_size
 
@@ -121,7 +123,7 @@ class Generator:
                 )
             ids = self.tokenizer.encode(prompt)
         else:
-            ids = [int(token) for token in prompt]
+            ids = _token_ids(prompt)
         if not ids:
             raise InputError("prompt is empty, but must have at least one token")
         vocab_size = self.model.config.vocab_size
@@ -134,8 +136,19 @@ class Generator:
 
     def _jobs(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Job]:
         """Checks every request before any runs."""
-        if isinstance(prompts, str):
-            raise InputError("prompts is a string, but must be a list of prompts")
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+            raise InputError(
+                f"prompts is a {type(prompts).__name__}, but must be a list of prompts"
+            )
+        if not isinstance(sampling, SamplingParams):
+            raise InputError(f"sampling is {sampling!r}, but must be SamplingParams")
+        prompts = list(prompts)
+        beyond = [t for t in sampling.stop_token_ids if t >= self.model.config.vocab_size]
+        if beyond:
+            raise InputError(
+                f"stop_token_ids has {beyond[0]}, but ids go from 0 to "
+                f"{self.model.config.vocab_size - 1}"
+            )
         if sampling.stop and self.tokenizer is None:
             raise InputError("stop needs a tokenizer, but this checkpoint has no tokenizer.json")
         seeds = sampling.seed
@@ -242,21 +255,7 @@ class Generator:
     ) -> DecodeState:
         """Prefills a prompt into a slot, chunk by chunk, and draws its first token."""
         *before, last = job.prompt
-        slots = np.array([slot], np.int32)
-        cache = state.cache
-        for start in range(0, len(before), PREFILL_CHUNK):
-            piece = before[start : start + PREFILL_CHUNK]
-            tokens = np.zeros((1, PREFILL_CHUNK), np.int32)
-            tokens[0, : len(piece)] = piece
-            cache = prefill_jit(
-                model=self.model,
-                params=self.params,
-                cache=cache,
-                tokens=tokens,
-                starts=np.array([start], np.int32),
-                counts=np.array([len(piece)], np.int32),
-                slots=slots,
-            )
+        cache = prefill_slot(self.model, self.params, state.cache, before, slot)
         prompt = np.zeros((1, self.max_len), np.int32)
         prompt[0, : len(job.prompt)] = job.prompt
         requests = new_requests(
@@ -277,7 +276,7 @@ class Generator:
             requests=requests,
             last_tokens=np.array([last], np.int32),
             lengths=np.array([len(before)], np.int32),
-            slots=slots,
+            slots=np.array([slot], np.int32),
             spec=self.spec,
             processors=Processors.of(sampling),
         )
@@ -316,3 +315,15 @@ class Generator:
                     f"are not finite; dtype {self.model.dtype.name} may be too narrow for this "
                     "checkpoint"
                 )
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        if isinstance(prompt, bytes | bytearray):
+            raise TypeError
+        return [operator.index(token) for token in np.asarray(prompt, object).tolist()]
+    except TypeError:
+        raise InputError(
+            f"prompt is a {type(prompt).__name__} that is neither text nor a list of token ids; "
+            "one prompt of token ids goes in a list of its own"
+        ) from None

@@ -187,6 +187,7 @@ def _top_k_mask(logits: Array, k: Array) -> Array:
 def _top_p_mask(logits: Array, p: Array) -> Array:
     """The smallest set of likeliest entries whose probability reaches p (arXiv 1904.09751)."""
     probabilities = jax.nn.softmax(logits, -1)
+    p = jnp.maximum(p, jnp.finfo(jnp.float32).tiny)  # 0 would be reached by keeping nothing
     ordered = _ordered_bits(probabilities)
 
     def enough(threshold: Array) -> Array:

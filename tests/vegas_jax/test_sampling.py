@@ -44,7 +44,7 @@ def expected_kept(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     seed=st.integers(0, 2**20),
     temperature=st.sampled_from([0.1, 0.8, 1.0, 5.0]),
     top_k=st.sampled_from([0, 1, 5, VOCABULARY, 10 * VOCABULARY]),
-    top_p=st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
+    top_p=st.sampled_from([1e-46, 1e-6, 0.3, 0.9, 0.999, 1.0]),
     min_p=st.sampled_from([0.0, 0.05, 0.5]),
 )
 def test_threshold_search_keeps_what_sorting_keeps(seed, temperature, top_k, top_p, min_p):

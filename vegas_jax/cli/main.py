@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         silence_stdout()
         return 141
+    except OSError as error:  # a full disk behind stdout, for instance
+        silence_stdout()
+        say_error(f"cannot write: {error.strerror or error}")
+        return 2
 
 
 def show_help(values: FlagValues) -> int:
@@ -131,7 +135,10 @@ def _decode(
 def _check_flags(
     values: FlagValues, spec: SpecConfig, sampling: SamplingParams, prompts: Sequence[Prompt]
 ) -> None:
-    """Refuses what makes no sense together."""
+    """Refuses what makes no sense together, and empty values, as an unset shell variable leaves."""
+    for name in ("checkpoint", "output", "prompt_field", "trace"):
+        if getattr(values, name) == "":
+            raise InputError(f"--{name} is empty: give it a value or leave it out")
     if values.compare_plain and spec.method == "plain":
         raise InputError("--compare_plain needs a --method other than plain")
     if values.stream and values.batch_size > 1:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import vegas_jax
 from vegas_jax.cli.prompts import Prompt
 from vegas_jax.cli.summary import Totals, total
@@ -188,7 +190,6 @@ def profiled(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    import jax  # only here: the command line answers --help and bad flags without jax
 
     with jax.profiler.trace(folder, create_perfetto_trace=True):
         yield

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import verify_attention
 from vegas_jax.cache import KVCache, init_cache
+from vegas_jax.errors import check
 from vegas_jax.model.transformer import Attend, Transformer
 
 Params = dict[str, Any]
@@ -74,9 +75,16 @@ def logits(
     """Logits after every token of right-padded sequences, for scoring.
 
     Row t predicts token t + 1. Rows at or beyond a sequence's length are 0. Jittable; attention
-    runs in chunks, so memory beyond the result grows with T, not with T squared.
+    runs in chunks, so memory beyond the result grows with T, not with T squared. Ids outside the
+    vocabulary are not noticed.
+
+    Raises:
+      InputError: `tokens` or `lengths` has another shape.
     """
+    tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    check(tokens.ndim == 2 and tokens.size > 0, "tokens' shape", tokens.shape, "[B, T]")
     batch, length = tokens.shape
+    check(lengths.shape == (batch,), "lengths' shape", lengths.shape, f"[{batch}]")
     chunk = min(PREFILL_CHUNK, length)
     num_chunks = -(-length // chunk)
     padded = jnp.pad(tokens, ((0, 0), (0, num_chunks * chunk - length)))
