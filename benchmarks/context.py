@@ -35,6 +35,12 @@ _SELECTIONS = flags.DEFINE_list(
     ["1:0:0", "16:0:7"],
     "Selections of vegas to compare, as block size:back:ahead; 1:0:0 is as published.",
 )
+_ACCEPTANCE = flags.DEFINE_enum(
+    "acceptance",
+    "rejection",
+    ["rejection", "coupled"],
+    "With coupled all methods emit the same tokens, so that tokens a round compare pair by pair.",
+)
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "codelm-16m", "Folder or shipped name.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Compute dtype; by default what is fast here.")
 
@@ -45,6 +51,7 @@ def methods() -> dict[str, SpecConfig]:
         num_speculative_tokens=_GAMMA.value,
         sparse_ratio=_RATIO.value,
         sparse_min_tokens=_MIN.value,
+        acceptance=_ACCEPTANCE.value,
     )
     result = {
         "plain": dataclasses.replace(base, method="plain"),
@@ -175,7 +182,8 @@ def main(argv: list[str]) -> None:
         f"{datetime.date.today()}, {device.device_kind} x{jax.device_count()} "
         f"({platform.machine()}), Python {platform.python_version()}, jax {jax.__version__}; "
         f"{_CHECKPOINT.value}, {_TEXTS.value} texts, {_NEW.value} new tokens each, gamma "
-        f"{_GAMMA.value}, ratio {_RATIO.value:g}, at least {_MIN.value} keys, temperature 0.8\n"
+        f"{_GAMMA.value}, ratio {_RATIO.value:g}, at least {_MIN.value} keys, temperature 0.8, "
+        f"{_ACCEPTANCE.value}\n"
     )
     print("| context | method | tokens/s | against plain | tokens a round | drafts accepted |")
     print("|---|---|---|---|---|---|")

@@ -203,5 +203,7 @@ def test_a_sequence_is_the_same_whatever_its_batch():
     for i in range(3):
         row = slice(i, i + 1)
         alone = run(q[row], k[row], v[row], lengths[row])
+        # The chunks and their order are the same; within one, XLA's product may sum otherwise for
+        # another batch size (jax 0.11.2 on a CPU does, in the last bit).
         for one, several in zip(alone, together, strict=True):
-            np.testing.assert_array_equal(one[0], several[i])
+            np.testing.assert_allclose(one[0], several[i], rtol=2e-6, atol=1e-7)
