@@ -133,7 +133,8 @@ class Stderr:
         )
         tokens = None if max_new_tokens is None else prompts * max_new_tokens
         task = progress.add_task(label, total=tokens, status="")
-        with progress:
+        # Older versions of rich print an empty line when even a disabled bar stops.
+        with progress if self._is_terminal else contextlib.nullcontext():
             yield Bar(progress, task, prompts, max_new_tokens)
 
     def table(self, rows: Sequence[tuple[str, Totals]]) -> None:
@@ -196,6 +197,9 @@ class Bar:
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
         """Takes the bar off the screen while something else is printed."""
+        if self._progress.disable:
+            yield
+            return
         self._progress.stop()
         try:
             yield
