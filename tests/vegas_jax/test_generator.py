@@ -283,7 +283,7 @@ def test_non_finite_logits_stop_the_run_and_say_where():
         (["text"], {}, "no tokenizer.json; give token ids"),
         ([[1]], {"stop": ("x",)}, "stop needs a tokenizer"),
         ([[1], [2]], {"seed": (1, 2, 3)}, "seed has 3 values, but there are 2 prompts"),
-        ("text", {}, "prompts is a string"),
+        ("text", {}, "prompts is a str, but must be a list of prompts"),
         ([[1]], {"stop_token_ids": tuple(range(17))}, "at most 16 ids"),
     ],
 )
