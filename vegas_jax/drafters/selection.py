@@ -4,6 +4,14 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from vegas_jax.config import SpecConfig
+
+
+def key_budget(spec: SpecConfig, context: Int[Array, "B"]) -> Int[Array, "B"]:
+    """Keys that a sparse draft step may attend to: max(ceil(ratio * context), min_tokens)."""
+    share = jnp.ceil(jnp.float32(spec.sparse_ratio) * context.astype(jnp.float32))
+    return jnp.maximum(share.astype(jnp.int32), spec.sparse_min_tokens)
+
 
 class Selection(struct.PyTreeNode):
     """Blocks of cache rows per layer and sequence, and where the always-kept tail begins.

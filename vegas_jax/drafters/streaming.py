@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from pallas_kernels import gather_blocks, sparse_attention
 from vegas_jax.cache import KVCache
 from vegas_jax.config import ModelConfig, SpecConfig
+from vegas_jax.drafters.selection import key_budget
 from vegas_jax.model.transformer import Attend
 
 SINKS = 16
@@ -58,9 +59,7 @@ def window(
 ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
     """How many of the listed positions a step attends to, and where its tail starts."""
     context = lengths + step + 1
-    budget = jnp.ceil(jnp.float32(spec.sparse_ratio) * context.astype(jnp.float32))
-    budget = jnp.maximum(budget.astype(jnp.int32), spec.sparse_min_tokens)
-    start = context - jnp.maximum(budget - SINKS, 1)
+    start = context - jnp.maximum(key_budget(spec, context) - SINKS, 1)
     # Where window and sinks would touch there is nothing between them to leave out.
     has_gap = (start > SINKS) & (lengths >= SINKS)
     counts = jnp.where(has_gap, SINKS + jnp.maximum(lengths - start, 0), lengths)

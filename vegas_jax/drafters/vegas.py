@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 from pallas_kernels import gather_blocks, pool_scores, select_top_k, sparse_attention
 from vegas_jax.cache import KVCache
 from vegas_jax.config import ModelConfig, SpecConfig
-from vegas_jax.drafters.selection import Selection
+from vegas_jax.drafters.selection import Selection, key_budget
 from vegas_jax.model.transformer import Attend
 
 
@@ -64,9 +64,7 @@ def select(
 
     # Pooling goes layer by layer, the ranking of all layers is one call.
     pooled = jnp.stack([block_scores(s) for s in scores])  # [L, b, (K,) S / block]
-    wanted = jnp.ceil(jnp.float32(spec.sparse_ratio) * context.astype(jnp.float32))
-    wanted = jnp.maximum(wanted.astype(jnp.int32), spec.sparse_min_tokens)
-    num_blocks = jnp.minimum(-(-wanted // block), ranked // block)
+    num_blocks = jnp.minimum(-(-key_budget(spec, context) // block), ranked // block)
     per_row = jnp.expand_dims(num_blocks, (0, *range(2, pooled.ndim - 1)))
     blocks, counts = select_top_k(
         pooled,
