@@ -31,6 +31,14 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
     require(value in choices, name, f"must be one of {listed}, but is {value!r}")
 
 
+def check_sinks(sinks: Array | None, q: Array) -> Array | None:
+    """`sinks` in float32; raises ValueError unless there is one for each of q's heads."""
+    if sinks is None:
+        return None
+    require_shape("sinks", sinks, (q.shape[2],))
+    return sinks.astype(jnp.float32)
+
+
 def require_attention_arguments(q: Array, k: Array, v: Array) -> None:
     """Checks q [b, T, H, D] against the cache k, v [B, K, S, D]."""
     require(q.ndim == 4, "q", f"must have shape [b, T, H, D], but has {q.shape}")

@@ -102,6 +102,21 @@ def accumulate_masked(
     return accumulate(state, logits, values)
 
 
+def accumulate_sinks(
+    state: OnlineSoftmax, sinks: Float[Array, " H"], tokens: int
+) -> OnlineSoftmax:
+    """Takes in, for each query head, a logit that has no value."""
+    _, kv_heads, packed, _ = state.values.shape
+    sinks = jnp.tile(sinks.reshape(kv_heads, packed // tokens), (1, tokens))[None]
+    peak = jnp.maximum(state.peak, sinks)
+    decay = jnp.exp(state.peak - peak)
+    return OnlineSoftmax(
+        peak=peak,
+        total=state.total * decay + jnp.exp(sinks - peak),
+        values=state.values * decay[..., None],
+    )
+
+
 def where(choose: Bool[Array, " B"], state: OnlineSoftmax, other: OnlineSoftmax) -> OnlineSoftmax:
     """`state` for the chosen sequences, `other` for the rest."""
     return jax.tree.map(

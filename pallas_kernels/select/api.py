@@ -4,10 +4,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import as_int32, require, require_shape
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.select import reference, xla
 
-IMPLEMENTATIONS = {"xla": xla.select_top_k, "reference": reference.select_top_k}
+IMPLEMENTATIONS = {
+    "xla": Implementation(xla.select_top_k),
+    "reference": Implementation(reference.select_top_k),
+}
 
 
 def select_top_k(
@@ -27,7 +30,7 @@ def select_top_k(
       scores: what to rank.
       k: how many to take; negative counts as 0.
       max_k: static bound: no more are taken.
-      kernels: "auto", "xla" or "reference".
+      kernels: which implementation runs, see `pallas_kernels.dispatch`.
 
     Returns:
       int32 positions, 0 from the count on; int32 counts: min(k, max_k, entries above -inf).
@@ -35,7 +38,6 @@ def select_top_k(
     Raises:
       ValueError: an argument has a wrong shape, type or range.
     """
-    implementation = choose(kernels, IMPLEMENTATIONS)
     require(
         scores.ndim >= 1 and scores.dtype in (jnp.float32, jnp.bfloat16, jnp.float16),
         "scores",
@@ -44,4 +46,5 @@ def select_top_k(
     require_shape("k", k, scores.shape[:-1])
     k = as_int32("k", k)
     require(max_k >= 1, "max_k", f"must be at least 1, but is {max_k}")
-    return implementation(scores.astype(jnp.float32), k, max_k)
+    arguments = (scores.astype(jnp.float32), k, max_k)
+    return choose(kernels, IMPLEMENTATIONS, *arguments)(*arguments)

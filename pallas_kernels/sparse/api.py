@@ -2,27 +2,29 @@
 
 from collections.abc import Callable
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import (
     as_int32,
+    check_sinks,
     require,
     require_attention_arguments,
     require_shape,
 )
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.sparse import reference, xla
 from pallas_kernels.sparse.xla import GatheredBlocks
 
 Attention = tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]
 
-IMPLEMENTATIONS: dict[str, Callable[..., Attention]] = {
-    "xla": xla.sparse_attention,
-    "reference": reference.sparse_attention,
+IMPLEMENTATIONS = {
+    "xla": Implementation(xla.sparse_attention),
+    "reference": Implementation(reference.sparse_attention),
 }
-GATHERS: dict[str, Callable[..., GatheredBlocks] | None] = {
-    "xla": xla.gather_blocks,
-    "reference": None,
+# Implementations that are not named here read the cache themselves.
+GATHERS: dict[Callable[..., Attention], Callable[..., GatheredBlocks]] = {
+    xla.sparse_attention: xla.gather_blocks,
 }
 
 
@@ -37,6 +39,7 @@ def sparse_attention(
     block_size: int,
     tail_start: Int[Array, " B"],
     max_tail: int,
+    sinks: Float[Array, " H"] | None = None,
     gathered: GatheredBlocks | None = None,
     scale: float | None = None,
     kernels: str = "auto",
@@ -63,18 +66,19 @@ def sparse_attention(
       block_size: cache rows in a block; divides S.
       tail_start: first cache row of the tail.
       max_tail: static bound on the rows of the tail, the tokens' own included.
+      sinks: a logit per query head that enters the softmax and has no value (gpt-oss model card).
       gathered: what `gather_blocks` gave for this list or a longer one that begins with it, while
         the listed rows have not changed: saves gathering them again.
       scale: factor on q.k; None is D**-0.5.
-      kernels: "auto", "xla" or "reference".
+      kernels: which implementation runs, see `pallas_kernels.dispatch`.
 
     Returns:
-      The output, in q's dtype, and the log-sum-exp of each row's scaled logits, float32.
+      The output, in q's dtype, and the log-sum-exp of each row's scaled logits (and sink),
+      float32.
 
     Raises:
       ValueError: an argument has a wrong shape, type or name.
     """
-    implementation = choose(kernels, IMPLEMENTATIONS)
     require_attention_arguments(q, k, v)
     batch, tokens, _, head_dim = q.shape
     cache_rows = k.shape[2]
@@ -83,6 +87,7 @@ def sparse_attention(
     for name, array in (("lengths", lengths), ("tail_start", tail_start)):
         require_shape(name, array, (batch,))
     lengths, tail_start = as_int32("lengths", lengths), as_int32("tail_start", tail_start)
+    sinks = check_sinks(sinks, q)
     require(
         tokens <= max_tail <= cache_rows,
         "max_tail",
@@ -90,7 +95,8 @@ def sparse_attention(
     )
     scale = head_dim**-0.5 if scale is None else scale
     lists = (blocks, counts, lengths, tail_start)
-    return implementation(q, k, v, *lists, block_size, max_tail, scale, gathered)
+    arguments = (q, k, v, *lists, block_size, max_tail, scale, sinks, gathered)
+    return choose(kernels, IMPLEMENTATIONS, *arguments)(*arguments)
 
 
 def gather_blocks(
@@ -109,8 +115,12 @@ def gather_blocks(
     Raises:
       ValueError: an argument has a wrong shape, type or name.
     """
-    gather = choose(kernels, GATHERS)
     blocks, counts = _check_list(k, blocks, counts, block_size)
+    batch, kv_heads, _, head_dim = k.shape
+    q = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_dim), k.dtype)  # of one query a KV head
+    lists = (blocks, counts, counts, counts)
+    attend = choose(kernels, IMPLEMENTATIONS, q, k, v, *lists, block_size, 1, 1.0, None, None)
+    gather = GATHERS.get(attend)
     return None if gather is None else gather(k, v, blocks, counts, block_size)
 
 

@@ -16,6 +16,7 @@ def sparse_attention(
     block_size: int,
     max_tail: int,
     scale: float,
+    sinks: Float[Array, " H"] | None = None,
     gathered: object = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """See `pallas_kernels.sparse_attention`; `blocks` has one list for all KV heads or one each."""
@@ -39,6 +40,8 @@ def sparse_attention(
     logits = scale * jnp.einsum("btkgd,bksd->bktgs", queries, keys, precision="highest")
     logits = jnp.where(visible[:, :, :, None, :], logits, -jnp.inf)
     lse = jax.nn.logsumexp(logits, axis=-1)
+    if sinks is not None:
+        lse = jnp.logaddexp(lse, sinks.reshape(1, kv_heads, 1, -1))
     weights = jnp.exp(logits - lse[..., None])
     out = jnp.einsum("bktgs,bksd->btkgd", weights, values, precision="highest")
     return out.reshape(q.shape).astype(q.dtype), lse.swapaxes(1, 2).reshape(batch, tokens, heads)

@@ -63,6 +63,7 @@ def sparse_attention(
     block_size: int,
     max_tail: int,
     scale: float,
+    sinks: Float[Array, " H"] | None = None,
     gathered: GatheredBlocks | None = None,
     list_chunk: int = LIST_CHUNK,
     tail_chunk: int = TAIL_CHUNK,
@@ -116,6 +117,8 @@ def sparse_attention(
     state = _repeat(attend_listed, -(-counts.max() // entries), list_bound, state)
     longest_tail = (lengths + tokens - tail_start).max()
     state = _repeat(attend_tail, -(-longest_tail // tail_chunk), tail_bound, state)
+    if sinks is not None:
+        state = online_softmax.accumulate_sinks(state, sinks, tokens)
     return online_softmax.finish(state, tokens, q.dtype)
 
 

@@ -8,11 +8,14 @@ from pallas_kernels.checks import (
     require_choice,
     require_shape,
 )
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.verify import reference, xla
 from pallas_kernels.verify.key_scores import SCORE_MODES, SCORES, KeyScores
 
-IMPLEMENTATIONS = {"xla": xla.verify_attention, "reference": reference.verify_attention}
+IMPLEMENTATIONS = {
+    "xla": Implementation(xla.verify_attention),
+    "reference": Implementation(reference.verify_attention),
+}
 
 
 def verify_attention(
@@ -49,7 +52,7 @@ def verify_attention(
       score_mode: "weight" or "logit" (scaled, before the softmax).
       per_kv_head: score for each KV head, over the query heads of its group alone.
       scale: factor on q.k; None is D**-0.5.
-      kernels: "auto", "xla" or "reference".
+      kernels: which implementation runs, see `pallas_kernels.dispatch`.
 
     Returns:
       out: in q's dtype.
@@ -62,7 +65,6 @@ def verify_attention(
     Raises:
       ValueError: an argument has a wrong shape, type or name.
     """
-    implementation = choose(kernels, IMPLEMENTATIONS)
     require_attention_arguments(q, k, v)
     batch, tokens, _, head_dim = q.shape
     if slots is None:
@@ -78,4 +80,5 @@ def verify_attention(
     if scores is not None:
         key_scores = KeyScores.of(scores, tokens, score_mode, per_kv_head)
     scale = head_dim**-0.5 if scale is None else scale
-    return implementation(q, k, v, lengths, slots, key_scores, scale)
+    arguments = (q, k, v, lengths, slots, key_scores, scale)
+    return choose(kernels, IMPLEMENTATIONS, *arguments)(*arguments)
