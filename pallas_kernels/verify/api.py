@@ -4,6 +4,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import (
     as_int32,
+    check_sinks,
+    require,
     require_attention_arguments,
     require_choice,
     require_shape,
@@ -28,9 +30,12 @@ def verify_attention(
     scores: str | None = None,
     score_mode: str = "weight",
     per_kv_head: bool = False,
+    score_block: int = 1,
+    window: int | None = None,
+    sinks: Float[Array, " H"] | None = None,
     scale: float | None = None,
     kernels: str = "auto",
-) -> tuple[Float[Array, "b T H D"], Float[Array, "b T H"], Float[Array, "b *rest S"] | None]:
+) -> tuple[Float[Array, "b T H D"], Float[Array, "b T H"], Float[Array, "b *rest S/score_block"] | None]:
     """Causal grouped-query attention of T new tokens over the cache, which can score the keys.
 
     The new tokens' keys and values already stand in the cache, at rows lengths .. lengths+T-1:
@@ -51,16 +56,20 @@ def verify_attention(
         scores apart; None computes no scores.
       score_mode: "weight" or "logit" (scaled, before the softmax).
       per_kv_head: score for each KV head, over the query heads of its group alone.
+      score_block: keys are scored in aligned blocks of so many, by the mean of their scores;
+        divides S.
+      window: a query sees only the last `window` keys, its own included; not with `scores`.
+      sinks: a logit per query head that enters the softmax and has no value (gpt-oss model card).
       scale: factor on q.k; None is D**-0.5.
       kernels: which implementation runs, see `pallas_kernels.dispatch`.
 
     Returns:
       out: in q's dtype.
-      lse: log-sum-exp of each row's scaled logits, float32; partial results over different keys
+      lse: log-sum-exp of each row's scaled logits (and sink), float32; partial results over different keys
         combine by it, as in Flash-Decoding.
-      key_scores: float32 [b, S], or [b, K, S] if per_kv_head; for "each" [b, T, S] or [b, T, K, S];
-        None without `scores`. They are of the keys below lengths+1, which every query sees, and 0
-        elsewhere.
+      key_scores: float32 [b, S/score_block], or [b, K, S/score_block] if per_kv_head; for "each"
+        with a T axis after b; None without `scores`. They are of the blocks below lengths+1, which
+        every query sees, and 0 elsewhere.
 
     Raises:
       ValueError: an argument has a wrong shape, type or name.
@@ -78,7 +87,15 @@ def verify_attention(
     require_choice("score_mode", score_mode, SCORE_MODES)
     key_scores = None
     if scores is not None:
-        key_scores = KeyScores.of(scores, tokens, score_mode, per_kv_head)
+        require(window is None, "scores", "cannot be had with a `window`")
+        require(
+            score_block >= 1 and k.shape[2] % score_block == 0,
+            "score_block",
+            f"must divide the {k.shape[2]} cache rows, but is {score_block}",
+        )
+        key_scores = KeyScores.of(scores, tokens, score_mode, per_kv_head, score_block)
+    require(window is None or window >= 1, "window", f"must be at least 1, but is {window}")
+    sinks = check_sinks(sinks, q)
     scale = head_dim**-0.5 if scale is None else scale
-    arguments = (q, k, v, lengths, slots, key_scores, scale)
+    arguments = (q, k, v, lengths, slots, key_scores, scale, window, sinks)
     return choose(kernels, IMPLEMENTATIONS, *arguments)(*arguments)

@@ -15,7 +15,9 @@ def verify_attention(
     slots: Int[Array, " b"] | None,
     key_scores: KeyScores | None,
     scale: float,
-) -> tuple[Float[Array, "b T H D"], Float[Array, "b T H"], Float[Array, "b *rest S"] | None]:
+    window: int | None = None,
+    sinks: Float[Array, " H"] | None = None,
+) -> tuple[Float[Array, "b T H D"], Float[Array, "b T H"], Float[Array, "b *rest S/block"] | None]:
     """See `pallas_kernels.verify_attention`."""
     batch, tokens, heads, head_dim = q.shape
     kv_heads, cache_rows = k.shape[1:3]
@@ -27,9 +29,14 @@ def verify_attention(
     keys, values = (jnp.where(written[..., None], x.astype(jnp.float32), 0.0) for x in (k, v))
 
     logits = scale * jnp.einsum("btkgd,bksd->btkgs", queries, keys, precision="highest")
-    visible = row <= lengths[:, None, None] + jnp.arange(tokens)[None, :, None]  # [b, T, S]
+    position = lengths[:, None, None] + jnp.arange(tokens)[None, :, None]  # [b, T, 1]
+    visible = row <= position  # [b, T, S]
+    if window is not None:
+        visible &= row > position - window
     masked = jnp.where(visible[:, :, None, None, :], logits, -jnp.inf)
     lse = jax.nn.logsumexp(masked, axis=-1)
+    if sinks is not None:
+        lse = jnp.logaddexp(lse, sinks.reshape(1, 1, kv_heads, -1))
     weights = jnp.exp(masked - lse[..., None])
     out = jnp.einsum("btkgs,bksd->btkgd", weights, values, precision="highest")
     out, lse = out.reshape(q.shape).astype(q.dtype), lse.reshape(batch, tokens, heads)
@@ -42,6 +49,9 @@ def verify_attention(
         scores = scores.mean(axis=2)
     if key_scores.average_rows:
         scores = scores.mean(axis=1)
-    scored = jnp.arange(cache_rows)[None, :] <= lengths[:, None]  # [b, S]
-    scored = scored.reshape(batch, *(1,) * (scores.ndim - 2), cache_rows)
+    block = key_scores.block
+    scores = scores.reshape(*scores.shape[:-1], -1, block).mean(axis=-1)
+    end = block * (1 + jnp.arange(cache_rows // block)[None, :])
+    scored = end <= lengths[:, None] + 1  # [b, S / block]
+    scored = scored.reshape(batch, *(1,) * (scores.ndim - 2), -1)
     return out, lse, jnp.where(scored, scores, 0.0)

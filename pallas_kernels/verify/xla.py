@@ -34,8 +34,10 @@ def verify_attention(
     slots: Int[Array, " b"] | None,
     key_scores: KeyScores | None,
     scale: float,
+    window: int | None = None,
+    sinks: Float[Array, " H"] | None = None,
     chunk: int | None = None,
-) -> tuple[Float[Array, "b T H D"], Float[Array, "b T H"], Float[Array, "b *rest S"] | None]:
+) -> tuple[Float[Array, "b T H D"], Float[Array, "b T H"], Float[Array, "b *rest S/block"] | None]:
     """See `pallas_kernels.verify_attention`; `chunk` cache rows are read at a time.
 
     Each sequence goes through the whole chunks that all of its queries see, without any mask, and
@@ -51,13 +53,17 @@ def verify_attention(
     edge = min(EDGE, chunk)
     whole_chunks = jnp.minimum(lengths + 1, cache_rows) // chunk  # a first query sees lengths + 1
     edge_start = whole_chunks * chunk
+    if window is not None:  # all masked, from the first key that a query sees
+        whole_chunks = jnp.zeros_like(whole_chunks)
+        edge_start = jnp.maximum(lengths + 1 - window, 0)
     length = lengths[:, None, None, None]
     limit = length + online_softmax.token_of_row(packed, tokens) + 1  # a row sees the keys below
 
     def note(noted: Array | None, logits: Array, begin: Array) -> Array | None:
         if key_scores is None or noted is None:
             return None
-        return _put(noted, key_scores.note(_ungroup(logits, tokens)), begin)
+        entry = begin if key_scores.mode == "weight" else begin // key_scores.block
+        return _put(noted, key_scores.note(_ungroup(logits, tokens)), entry)
 
     def attend_whole(i: Array, carry: Carry) -> Carry:
         state, noted = carry
@@ -77,10 +83,11 @@ def verify_attention(
         logits = online_softmax.chunk_logits(rows, keys, scale)
         position = begin[:, None, None, None] + jnp.arange(edge, dtype=jnp.int32)[None, None, None]
         fresh = position >= unseen[:, None, None, None]
+        visible = fresh & (position < limit)
+        if window is not None:
+            visible &= position >= limit - window
         readable = (fresh & (position < length + tokens))[:, 0]
-        state = online_softmax.accumulate_masked(
-            state, logits, fresh & (position < limit), values, readable
-        )
+        state = online_softmax.accumulate_masked(state, logits, visible, values, readable)
         return state, note(noted, logits, begin)
 
     noted = None
@@ -91,6 +98,8 @@ def verify_attention(
     carry = lax.fori_loop(0, whole_chunks.max(), attend_whole, carry)
     longest_edge = (jnp.minimum(lengths + tokens, cache_rows) - edge_start).max()
     state, noted = lax.fori_loop(0, -(-longest_edge // edge), attend_edge, carry)
+    if sinks is not None:
+        state = online_softmax.accumulate_sinks(state, sinks, tokens)
     out, lse = online_softmax.finish(state, tokens, q.dtype)
     if key_scores is None or noted is None:
         return out, lse, None
@@ -103,16 +112,14 @@ def verify_attention(
         def weigh(i: Array, scores: Array) -> Array:
             begin = jnp.minimum(i * chunk, cache_rows - chunk)
             logits = lax.dynamic_slice_in_dim(noted, begin, chunk, axis=-1)
-            return _put(scores, key_scores.average(jnp.exp(logits - row_lse)), begin)
+            weights = key_scores.average(jnp.exp(logits - row_lse))
+            return _put(scores, weights, begin // key_scores.block)
 
         num_chunks = -(-jnp.minimum(lengths.max() + 1, cache_rows) // chunk)
         shape = key_scores.shape(rows.shape[0], kv_heads, cache_rows)
         scores = lax.fori_loop(0, num_chunks, weigh, jnp.zeros(shape, jnp.float32))
 
-    position = jnp.arange(cache_rows, dtype=jnp.int32)[None, :]
-    scored = position <= lengths[:, None]
-    scored = scored.reshape(-1, *(1,) * (scores.ndim - 2), cache_rows)
-    return out, lse, jnp.where(scored, scores, 0.0)
+    return out, lse, key_scores.mask(scores, lengths)
 
 
 def _ungroup(x: Float[Array, "b K R C"], tokens: int) -> Float[Array, "b K T G C"]:
