@@ -102,9 +102,7 @@ def accumulate_masked(
     return accumulate(state, logits, values)
 
 
-def accumulate_sinks(
-    state: OnlineSoftmax, sinks: Float[Array, " H"], tokens: int
-) -> OnlineSoftmax:
+def accumulate_sinks(state: OnlineSoftmax, sinks: Float[Array, " H"], tokens: int) -> OnlineSoftmax:
     """Takes in, for each query head, a logit that has no value."""
     _, kv_heads, packed, _ = state.values.shape
     sinks = jnp.tile(sinks.reshape(kv_heads, packed // tokens), (1, tokens))[None]

@@ -35,7 +35,9 @@ def verify_attention(
     sinks: Float[Array, " H"] | None = None,
     scale: float | None = None,
     kernels: str = "auto",
-) -> tuple[Float[Array, "b T H D"], Float[Array, "b T H"], Float[Array, "b *rest S/score_block"] | None]:
+) -> tuple[
+    Float[Array, "b T H D"], Float[Array, "b T H"], Float[Array, "b *rest S/score_block"] | None
+]:
     """Causal grouped-query attention of T new tokens over the cache, which can score the keys.
 
     The new tokens' keys and values already stand in the cache, at rows lengths .. lengths+T-1:

@@ -34,8 +34,9 @@ from pallas_kernels.splits import LOG2_E
 from pallas_kernels.verify.key_scores import KeyScores
 
 KEYS = 64  # keys of a tile
+ROWS = 64  # rows of queries that the tensor cores take at a time
 SUMMED_KEYS = 8  # keys whose weights are added up for block scores
-MAX_ROWS = 128
+MAX_ROWS = 2 * ROWS
 SHARED_MEMORY = 227 * 1024  # bytes that one CTA can have on Hopper
 PROCESSORS = 132
 
@@ -52,11 +53,18 @@ class Config:
     parts: int
     stages: int = 4
 
+    def __post_init__(self) -> None:
+        # A warpgroup keeps count of a barrier's phases by its own waits: when two take turns at the
+        # tiles, each stage must always fall to the same one.
+        if self.stages % 2:
+            raise ValueError(f"`stages` must be even, but is {self.stages}.")
+
     @classmethod
     def of(cls, batch: int, kv_heads: int, rows: int, head_dim: int) -> "Config":
         """Two waves of CTAs, and as many stages as fit."""
         parts = max(1, 2 * PROCESSORS // (batch * kv_heads))
-        return cls(parts=min(parts, 32), stages=4 if head_dim == 128 else 6)
+        stages = 2 if rows > ROWS and head_dim == 128 else 4 if head_dim == 128 else 6
+        return cls(parts=min(parts, 32), stages=stages)
 
 
 def refuses(
@@ -170,9 +178,11 @@ def _scorers(
     chosen = jnp.stack([q[:, t] for t in key_scores.rows], axis=1).astype(jnp.float32)
     mean = chosen.reshape(batch, -1, kv_heads, heads // kv_heads, head_dim).mean(axis=3)
     mean = mean.mean(axis=1)[:, :, None] if key_scores.average_rows else mean.swapaxes(1, 2)
-    rounded = mean.astype(q.dtype)
-    rest = (mean - rounded.astype(jnp.float32)).astype(q.dtype)
-    pair = jnp.stack([rounded, rest], axis=3)  # [b, K, R, 2, D]
+    kind = jnp.finfo(q.dtype)
+    # Not by way of `astype`: XLA would take the excess precision for a gift.
+    rounded = lax.reduce_precision(mean, kind.nexp, kind.nmant)
+    rest = (mean - rounded).astype(q.dtype)
+    pair = jnp.stack([rounded.astype(q.dtype), rest], axis=3)  # [b, K, R, 2, D]
     return jnp.pad(pair, ((0, 0), (0, 0), (0, 0), (0, 6), (0, 0)))
 
 
@@ -192,7 +202,8 @@ def _kernel(
 
     batch, kv_heads, packed, head_dim = inputs["q"].shape
     dtype = inputs["q"].dtype
-    tile = -(-packed // 64) * 64  # rows of the tensor cores' tile
+    halves = -(-packed // ROWS)
+    turns = 3 - halves  # warpgroups that take turns at the tiles of keys; otherwise at the rows
     tokens = len(order)
     to_log2 = scale * LOG2_E
     lowest = float(jnp.finfo(jnp.float32).min)  # finite, so that a part without keys makes no NaN
@@ -214,12 +225,12 @@ def _kernel(
 
         @pl.when(warpgroup < 2)
         def _compute() -> None:
-            plgpu.set_max_registers(232 if tile == 64 else 240, action="increase")
+            plgpu.set_max_registers(232, action="increase")
             attend(ref, scratch, b, h, part, warpgroup, begin, steps, whole, length)
 
         @pl.when(warpgroup == 2)
         def _memory() -> None:
-            plgpu.set_max_registers(40 if tile == 64 else 24, action="decrease")
+            plgpu.set_max_registers(40, action="decrease")
 
             def load(i: Any, slot: Any) -> None:
                 keys = (slot_row, h, pl.ds((begin + i) * KEYS, KEYS))
@@ -256,9 +267,12 @@ def _kernel(
     ) -> None:
         @pl.when(warpgroup == 0)
         def _() -> None:
-            plgpu.copy_gmem_to_smem(
-                ref["q"].at[b, h], scratch["q"].at[pl.ds(0, packed)], scratch["q_ready"]
-            )
+            for half, count in enumerate(split_rows(packed)):
+                plgpu.copy_gmem_to_smem(
+                    ref["q"].at[b, h, pl.ds(half * ROWS, count)],
+                    scratch["q"].at[half, pl.ds(0, count)],
+                    scratch["q_ready"],
+                )
             if "scorers" in ref:
                 plgpu.copy_gmem_to_smem(
                     ref["scorers"].at[b, h], scratch["scorers"], scratch["q_ready"]
@@ -267,37 +281,54 @@ def _kernel(
                 plgpu.copy_gmem_to_smem(ref["summer"], scratch["summer"], scratch["q_ready"])
 
         plgpu.barrier_wait(scratch["q_ready"])
+        half = warpgroup if halves == 2 else 0
+        turn = 0 if halves == 2 else warpgroup
         staged = {name: scratch[name].at[warpgroup] for name in ("p", *scores_staged)}
+
+        def write_logits(keys: Any, start: Any) -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for row in range(ref["logits"].shape[2]):
+
+                def score(acc_ref: Any, row: int = row) -> Any:
+                    plgpu.wgmma(acc_ref, keys, scratch["scorers"].at[row].transpose((1, 0)))
+                    return acc_ref[...].sum(axis=1) * scale
+
+                staged["logits"][row] = pl.run_scoped(score, plgpu.ACC((KEYS, 8), jnp.float32))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged["logits"], ref["logits"].at[b, h, :, pl.ds(start, KEYS)])
+
+        def write_weights(tile: Any, first: int, count: int) -> None:
+            columns = staged["weights"].shape[1]
+            rows, held = pl.ds(first, count), pl.ds(0, count)
+            plgpu.copy_smem_to_gmem(
+                staged["weights"].at[held],
+                ref["weights"].at[b, h, rows, pl.ds(tile * columns, columns)],
+            )
+            plgpu.copy_smem_to_gmem(staged["peaks"].at[held], ref["peaks"].at[b, h, tile, rows])
+
+        def clear_unwritten(values: Any, start: Any) -> None:
+            row = plgpu.broadcasted_iota(jnp.int32, (KEYS, head_dim), 0, layout=plgpu.Layout.WGMMA)
+            held = values[...]
+            values[...] = jnp.where(row + start < length + tokens, held, jnp.zeros_like(held))
+            plgpu.commit_smem()
 
         def step(masked: bool, c: Any, carry: Any) -> Any:
             acc, peak, total = carry
-            i = warpgroup + 2 * c
+            i = turn + turns * c
             slot = lax.rem(i, stages)
             start = (begin + i) * KEYS
             keys, values = scratch["k"].at[slot], scratch["v"].at[slot]
             plgpu.barrier_wait(scratch["k_ready"].at[slot])
 
             def products(logits_ref: Any) -> Any:
-                plgpu.wgmma(logits_ref, scratch["q"], keys.transpose((1, 0)))
+                plgpu.wgmma(logits_ref, scratch["q"].at[half], keys.transpose((1, 0)))
                 return logits_ref[...]
 
-            logits = pl.run_scoped(products, plgpu.ACC((tile, KEYS), jnp.float32)) * to_log2
+            logits = pl.run_scoped(products, plgpu.ACC((ROWS, KEYS), jnp.float32)) * to_log2
             if "logits" in ref:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for row in range(ref["logits"].shape[2]):
-
-                    def score(acc_ref: Any, row: int = row) -> Any:
-                        scorers = scratch["scorers"].at[row]
-                        plgpu.wgmma(acc_ref, keys, scorers.transpose((1, 0)))
-                        return acc_ref[...].sum(axis=1) * scale
-
-                    staged["logits"][row] = pl.run_scoped(score, plgpu.ACC((KEYS, 8), jnp.float32))
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    staged["logits"], ref["logits"].at[b, h, :, pl.ds(start, KEYS)]
-                )
+                for_half(half, 0, functools.partial(write_logits, keys, start))
             if masked:
-                visible = seen(start, length)
+                visible = seen(half, start, length)
                 logits = jnp.where(visible, logits, -jnp.inf)
             new_peak = jnp.maximum(peak, logits.max(axis=1))
             decay = jnp.exp2(peak - new_peak)
@@ -313,20 +344,16 @@ def _kernel(
             plgpu.commit_smem()
             plgpu.barrier_wait(scratch["v_ready"].at[slot])
             if masked:  # 0 * NaN is NaN: what lies past the last row is cleared
-                row = plgpu.broadcasted_iota(
-                    jnp.int32, (KEYS, head_dim), 0, layout=plgpu.Layout.WGMMA
-                )
-                held = values[...]
-                values[...] = jnp.where(
-                    row + start < length + tokens, held, jnp.zeros_like(held)
-                )
-                plgpu.commit_smem()
+                for_half(half, 0, functools.partial(clear_unwritten, values, start))
+                if halves == 2:  # both use the same tile
+                    for_half(half, 0, lambda: plgpu.barrier_arrive(scratch["cleared"]))
+                    for_half(half, 1, lambda: plgpu.barrier_wait(scratch["cleared"]))
 
             def weighted(acc_ref: Any) -> Any:
                 plgpu.wgmma(acc_ref, staged["p"], values)
                 return acc_ref[...]
 
-            acc = acc + pl.run_scoped(weighted, plgpu.ACC((tile, head_dim), jnp.float32))
+            acc = acc + pl.run_scoped(weighted, plgpu.ACC((ROWS, head_dim), jnp.float32))
             plgpu.barrier_arrive(scratch["free"].at[slot])
             if "weights" in ref:
                 if "summer" in ref:
@@ -335,67 +362,87 @@ def _kernel(
                         plgpu.wgmma(acc_ref, staged["p"], scratch["summer"].transpose((1, 0)))
                         return acc_ref[...]
 
-                    shape = (tile, KEYS // SUMMED_KEYS)
+                    shape = (ROWS, KEYS // SUMMED_KEYS)
                     staged["weights"][...] = pl.run_scoped(add_up, plgpu.ACC(shape, jnp.float32))
                     plgpu.commit_smem()
-                scored, columns = ref["weights"].shape[2], staged["weights"].shape[1]
-                plgpu.copy_smem_to_gmem(
-                    staged["weights"].at[pl.ds(0, scored)],
-                    ref["weights"].at[b, h, :, pl.ds((begin + i) * columns, columns)],
-                )
-                plgpu.copy_smem_to_gmem(
-                    staged["peaks"].at[pl.ds(0, scored)], ref["peaks"].at[b, h, begin + i]
-                )
+                for which, count in enumerate(split_rows(ref["weights"].shape[2])):
+                    write = functools.partial(write_weights, begin + i, which * ROWS, count)
+                    for_half(half, which, write)
             return acc, new_peak, total
 
         rows = plgpu.Layout.WGMMA.reduce(1)
         carry = (
-            plgpu.layout_cast(jnp.zeros((tile, head_dim), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((tile,), lowest, jnp.float32), rows),
-            plgpu.layout_cast(jnp.zeros((tile,), jnp.float32), rows),
+            plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.full((ROWS,), lowest, jnp.float32), rows),
+            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), rows),
         )
-        mine = lax.div(steps - warpgroup + 1, 2)
-        mine_whole = lax.div(whole - warpgroup + 1, 2)
+        mine = lax.div(steps - turn + (turns - 1), turns)
+        mine_whole = lax.div(whole - turn + (turns - 1), turns)
         carry = lax.fori_loop(0, mine_whole, functools.partial(step, False), carry)
         acc, peak, total = lax.fori_loop(mine_whole, mine, functools.partial(step, True), carry)
+        spread = functools.partial(lax.broadcast_in_dim, shape=acc.shape, broadcast_dimensions=[0])
+        out, lse = scratch["out"].at[half], scratch["lse"].at[half]
 
-        # The second warpgroup hands over what it has, the first joins the two and writes.
-        @pl.when(warpgroup == 1)
-        def _() -> None:
-            scratch["out"][...] = acc
-            scratch["peak"][...] = peak
-            scratch["total"][...] = total
-            plgpu.wait_smem_to_gmem(0)
-            plgpu.barrier_arrive(scratch["handed_over"])
-
-        @pl.when(warpgroup == 0)
-        def _() -> None:
-            plgpu.barrier_wait(scratch["handed_over"])
-            other = plgpu.load(scratch["peak"], (), layout=rows)
-            top = jnp.maximum(peak, other)
-            mine, theirs = jnp.exp2(peak - top), jnp.exp2(other - top)
-            sums = total * mine + plgpu.load(scratch["total"], (), layout=rows) * theirs
-            sums = jnp.maximum(sums, jnp.finfo(jnp.float32).tiny)
-            held = plgpu.load(scratch["out"], (), layout=plgpu.Layout.WGMMA)
-            spread = functools.partial(lax.broadcast_in_dim, shape=acc.shape, broadcast_dimensions=[0])
-            scratch["out"][...] = acc * spread(mine / sums) + held * spread(theirs / sums)
-            scratch["peak"][...] = top + jnp.log2(sums)
+        def write(values: Any, peak: Any, total: Any) -> None:
+            total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+            out[...] = values / spread(total)
+            lse[...] = peak + jnp.log2(total)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                scratch["out"].at[pl.ds(0, packed)], ref["out"].at[b, h, part]
-            )
-            plgpu.copy_smem_to_gmem(
-                scratch["peak"].at[pl.ds(0, packed)], ref["lse"].at[b, h, part]
-            )
-            plgpu.wait_smem_to_gmem(0)
+            for which, count in enumerate(split_rows(packed)):
 
-    def seen(start: Any, length: Any) -> Any:
-        """Which keys of a tile each row sees."""
+                def copy(which: int = which, count: int = count) -> None:
+                    rows, held = pl.ds(which * ROWS, count), pl.ds(0, count)
+                    plgpu.copy_smem_to_gmem(out.at[held], ref["out"].at[b, h, part, rows])
+                    plgpu.copy_smem_to_gmem(lse.at[held], ref["lse"].at[b, h, part, rows])
+
+                for_half(half, which, copy)
+
+        if halves == 2:
+            write(acc, peak, total)
+        else:  # the second warpgroup hands over what it has, the first joins the two
+
+            @pl.when(warpgroup == 1)
+            def _() -> None:
+                out[...] = acc
+                lse[...] = peak
+                scratch["total"][...] = total
+                plgpu.barrier_arrive(scratch["handed_over"])
+
+            @pl.when(warpgroup == 0)
+            def _() -> None:
+                plgpu.barrier_wait(scratch["handed_over"])
+                other_peak = plgpu.load(lse, (), layout=rows)
+                other_total = plgpu.load(scratch["total"], (), layout=rows)
+                other = plgpu.load(out, (), layout=plgpu.Layout.WGMMA)
+                top = jnp.maximum(peak, other_peak)
+                decay, other_decay = jnp.exp2(peak - top), jnp.exp2(other_peak - top)
+                write(
+                    acc * spread(decay) + other * spread(other_decay),
+                    top,
+                    total * decay + other_total * other_decay,
+                )
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def split_rows(count: int) -> list[int]:
+        """How many of the first `count` packed rows each half holds."""
+        return [min(ROWS, count - first) for first in range(0, count, ROWS)]
+
+    def for_half(half: Any, which: int, do: Any) -> None:
+        """Does it in the warpgroup that has this half of the rows."""
+        if isinstance(half, int):
+            if half == which:
+                do()
+        else:
+            pl.when(half == which)(do)
+
+    def seen(half: Any, start: Any, length: Any) -> Any:
+        """Which keys of a tile each row of a half sees."""
         row, key = (
-            plgpu.broadcasted_iota(jnp.int32, (tile, KEYS), axis, layout=plgpu.Layout.WGMMA)
+            plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), axis, layout=plgpu.Layout.WGMMA)
             for axis in (0, 1)
         )
-        entry = lax.div(row, group)
+        entry = lax.div(row + half * ROWS, group)
         token = entry + order[0]
         for i in range(1, tokens):
             if order[i] != order[i - 1] + 1:  # a new run of tokens
@@ -411,19 +458,20 @@ def _kernel(
         transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
-    ready = len(inputs.keys() & {"q", "scorers", "summer"})
+    ready = halves - 1 + len(inputs.keys() & {"q", "scorers", "summer"})
     scratch = dict(
-        q=shared((tile, head_dim), dtype),
+        q=shared((halves, ROWS, head_dim), dtype),
         k=shared((stages, KEYS, head_dim), dtype),
         v=shared((stages, KEYS, head_dim), dtype),
-        p=shared((2, tile, KEYS), dtype),
-        out=shared((tile, head_dim), jnp.float32),
-        peak=plgpu.SMEM((tile,), jnp.float32),
-        total=plgpu.SMEM((tile,), jnp.float32),
+        p=shared((2, ROWS, KEYS), dtype),
+        out=shared((halves, ROWS, head_dim), jnp.float32),
+        lse=plgpu.SMEM((halves, ROWS), jnp.float32),
+        total=plgpu.SMEM((ROWS,), jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=ready),
         k_ready=plgpu.Barrier(num_barriers=stages),
         v_ready=plgpu.Barrier(num_barriers=stages),
-        free=plgpu.Barrier(num_barriers=stages),
+        free=plgpu.Barrier(num_barriers=stages, num_arrivals=halves),
+        cleared=plgpu.Barrier(),
         handed_over=plgpu.Barrier(),
     )
     scores_staged: list[str] = []
@@ -436,11 +484,11 @@ def _kernel(
         scratch["summer"] = shared((KEYS // SUMMED_KEYS, KEYS), dtype)
     if "weights" in outputs:
         if "summer" in inputs:
-            weights = plgpu.SMEM((2, tile, KEYS // SUMMED_KEYS), jnp.float32)
+            weights = plgpu.SMEM((2, ROWS, KEYS // SUMMED_KEYS), jnp.float32)
         else:
-            weights = shared((2, tile, KEYS), jnp.bfloat16)
+            weights = shared((2, ROWS, KEYS), jnp.bfloat16)
         scratch["weights"] = weights
-        scratch["peaks"] = plgpu.SMEM((2, tile), jnp.float32)
+        scratch["peaks"] = plgpu.SMEM((2, ROWS), jnp.float32)
         scores_staged = ["weights", "peaks"]
     return plgpu.kernel(
         body,
