@@ -87,6 +87,8 @@ def refuses(
             f"`q` must have at most {MAX_ROWS} query tokens times query heads a KV head, "
             f"but has {tokens} * {heads // kv_heads},"
         )
+    if key_scores is not None and key_scores.mode == "logit" and not key_scores.average_rows:
+        return "`scores` must not be 'each' with `score_mode` 'logit'"
     if cache_rows % 64:
         return f"`k` must have a multiple of 64 cache rows, but has {cache_rows},"
     return None
@@ -122,9 +124,8 @@ def verify_attention(
         "lse": jax.ShapeDtypeStruct(part_shape, jnp.float32),
     }
     if key_scores is not None and key_scores.mode == "logit":
-        inputs["scorers"] = _scorers(q, kv_heads, key_scores)
-        shape = (batch, kv_heads, inputs["scorers"].shape[2], cache_rows)
-        shapes["logits"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        inputs["scorer"] = _scorer(q, kv_heads, key_scores.rows)
+        shapes["logits"] = jax.ShapeDtypeStruct((batch, kv_heads, cache_rows), jnp.float32)
     elif key_scores is not None:
         scored = (batch, kv_heads, splits.padded(len(key_scores.rows) * group))
         if key_scores.block % SUMMED_KEYS == 0:
@@ -161,12 +162,9 @@ def _scores(
 ) -> Float[Array, "b *rest S/block"]:
     """Key scores from what the kernel noted."""
     if key_scores.mode == "logit":
-        scores = results["logits"]  # [b, K, R, S], R = 1 if rows are averaged
+        scores = results["logits"]
         scores = scores.reshape(*scores.shape[:-1], -1, key_scores.block).mean(axis=-1)
-        if key_scores.average_rows:
-            scores = scores[:, :, 0]
-            return scores if key_scores.per_kv_head else scores.mean(axis=1)
-        return scores.swapaxes(1, 2) if key_scores.per_kv_head else scores.mean(axis=1)
+        return scores if key_scores.per_kv_head else scores.mean(axis=1)
     batch = lse.shape[0]
     shape = (batch, kv_heads, len(key_scores.rows), group)
     scored = len(key_scores.rows) * group
@@ -190,17 +188,15 @@ def _summer(keys: int) -> Float[Array, "keys/8 keys"]:
     return (jnp.arange(keys // SUMMED_KEYS, dtype=jnp.int32)[:, None] == column).astype(jnp.float32)
 
 
-def _scorers(
-    q: Float[Array, "b T H D"], kv_heads: int, key_scores: KeyScores
-) -> Float[Array, "b K R 8 D"]:
+def _scorer(
+    q: Float[Array, "b T H D"], kv_heads: int, rows: tuple[int, ...]
+) -> Float[Array, "b K 8 D"]:
     """The mean query of each KV head: its rounded value, what the rounding left, and six zeros."""
     batch, _, heads, head_dim = q.shape
-    chosen = jnp.stack([q[:, t] for t in key_scores.rows], axis=1).astype(jnp.float32)
-    mean = chosen.reshape(batch, -1, kv_heads, heads // kv_heads, head_dim).mean(axis=3)
-    mean = mean.mean(axis=1)[:, :, None] if key_scores.average_rows else mean.swapaxes(1, 2)
+    chosen = jnp.stack([q[:, t] for t in rows], axis=1).astype(jnp.float32)
+    mean = chosen.reshape(batch, -1, kv_heads, heads // kv_heads, head_dim).mean(axis=(1, 3))
     kind = jnp.finfo(q.dtype)
     # Not by way of `astype`: XLA would take the excess precision for a gift.
     rounded = lax.reduce_precision(mean, kind.nexp, kind.nmant)
-    rest = (mean - rounded).astype(q.dtype)
-    pair = jnp.stack([rounded.astype(q.dtype), rest], axis=3)  # [b, K, R, 2, D]
-    return jnp.pad(pair, ((0, 0), (0, 0), (0, 0), (0, 6), (0, 0)))
+    pair = jnp.stack([rounded, mean - rounded], axis=2).astype(q.dtype)
+    return jnp.pad(pair, ((0, 0), (0, 0), (0, 6), (0, 0)))

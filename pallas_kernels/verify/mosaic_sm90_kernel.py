@@ -16,33 +16,35 @@ from pallas_kernels.mosaic_tiles import ROWS, Notes, Tiling
 
 @dataclasses.dataclass
 class Logits(Notes):
-    """Writes each key's product with the scorers, each the sum of eight rows."""
+    """Writes each key's product with the scorer."""
 
     tiling: Tiling
     half: Any
     begin: Any  # the part's first tile
     scale: float
-    scorers: Any  # shared [R, 8, D]
-    staged: Any  # shared [R, keys]
-    out: Any  # [R, S]
+    scorer: Any  # shared [8, D]: eight vectors whose sum it is
+    staged: Any  # shared [keys]
+    out: Any  # [S]
 
     @property
     def logits_types(self) -> Sequence[Any]:  # type: ignore[override]
-        return [plgpu.ACC((self.tiling.keys, 8), jnp.float32)] * self.out.shape[0]
+        """The products with the scorer's vectors."""
+        return [plgpu.ACC((self.tiling.keys, 8), jnp.float32)]
 
     def with_logits(self, accumulators: Any, keys: Any) -> None:
-        for row, accumulator in enumerate(accumulators):
-            plgpu.wgmma(accumulator, keys, self.scorers.at[row].transpose((1, 0)))
+        """Multiplies a tile's keys with the scorer's vectors."""
+        plgpu.wgmma(accumulators[0], keys, self.scorer.transpose((1, 0)))
 
     def after_logits(self, results: Any, tile: Any) -> None:
+        """Adds up the eight products of each key."""
+
         @tiles.for_half(self.half, 0)
         def _() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for row, result in enumerate(results):
-                self.staged[row] = result.sum(axis=1) * self.scale
+            self.staged[...] = results[0].sum(axis=1) * self.scale
             plgpu.commit_smem()
             here = pl.ds((self.begin + tile) * self.tiling.keys, self.tiling.keys)
-            plgpu.copy_smem_to_gmem(self.staged, self.out.at[:, here])
+            plgpu.copy_smem_to_gmem(self.staged, self.out.at[here])
 
 
 @dataclasses.dataclass
@@ -58,6 +60,7 @@ class Weights(Notes):
     peaks: Any  # [S / keys, R]
 
     def after_values(self, results: Any, weights: Any, peak: Any, tile: Any) -> None:
+        """Copies a tile's weights out, by way of shared memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.staged[...] = weights.astype(self.staged.dtype)
         self.staged_peaks[...] = peak
@@ -87,12 +90,15 @@ class WeightSums(Notes):
 
     @property
     def values_types(self) -> Sequence[Any]:  # type: ignore[override]
+        """The sums."""
         return [plgpu.ACC((ROWS, self.columns), jnp.float32)]
 
     def with_values(self, accumulators: Any, weights: Any) -> None:
+        """Adds the weights up, as a product with zeros and ones."""
         plgpu.wgmma(accumulators[0], weights, self.summer.transpose((1, 0)))
 
     def after_values(self, results: Any, weights: Any, peak: Any, tile: Any) -> None:
+        """Copies the sums' logarithms out."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         sums = results[0]
         self.staged[...] = jnp.log2(sums) + lax.broadcast_in_dim(peak, sums.shape, [0])
@@ -153,20 +159,20 @@ def build(
             @pl.when(warpgroup == 0)
             def _() -> None:
                 tiles.load_queries(tiling, scratch, ref["q"].at[b, h])
-                if "scorers" in ref:
-                    source = ref["scorers"].at[b, h]
-                    plgpu.copy_gmem_to_smem(source, scratch["scorers"], scratch["noting_ready"])
+                if "scorer" in ref:
+                    source = ref["scorer"].at[b, h]
+                    plgpu.copy_gmem_to_smem(source, scratch["scorer"], scratch["noting_ready"])
                 if "summer" in ref:
                     source = ref["summer"]
                     plgpu.copy_gmem_to_smem(source, scratch["summer"], scratch["noting_ready"])
 
             half = warpgroup if tiling.halves > 1 else 0
             notes = Notes()
-            if "scorers" in ref or "summer" in ref:
+            if "scorer" in ref or "summer" in ref:
                 plgpu.barrier_wait(scratch["noting_ready"])
             if "logits" in ref:
                 out, staged = ref["logits"].at[b, h], scratch["staged"].at[warpgroup]
-                notes = Logits(tiling, half, begin, scale, scratch["scorers"], staged, out)
+                notes = Logits(tiling, half, begin, scale, scratch["scorer"], staged, out)
             elif "sums" in ref:
                 out, staged = ref["sums"].at[b, h], scratch["staged"].at[warpgroup]
                 columns = inputs["summer"].shape[0]
@@ -196,10 +202,8 @@ def build(
 
     scratch = tiling.scratch()
     if "logits" in outputs:
-        count = inputs["scorers"].shape[2]
-        scratch["scorers"] = tiles.shared((count, 8, tiling.head_dim), tiling.dtype)
-        shape = (tiling.compute_warpgroups, count, keys)
-        scratch["staged"] = plgpu.SMEM(shape, jnp.float32)
+        scratch["scorer"] = tiles.shared((8, tiling.head_dim), tiling.dtype)
+        scratch["staged"] = plgpu.SMEM((tiling.compute_warpgroups, keys), jnp.float32)
     if "sums" in outputs:
         columns = inputs["summer"].shape[0]
         scratch["summer"] = tiles.shared((columns, keys), tiling.dtype)
@@ -209,7 +213,7 @@ def build(
         shape = (tiling.compute_warpgroups, ROWS, keys)
         scratch["staged"] = tiles.shared(shape, outputs["weights"].dtype)
         scratch["peaks"] = plgpu.SMEM((tiling.compute_warpgroups, ROWS), jnp.float32)
-    if "scorers" in inputs or "summer" in inputs:
+    if "scorer" in inputs or "summer" in inputs:
         scratch["noting_ready"] = plgpu.Barrier()
     return plgpu.kernel(
         body,

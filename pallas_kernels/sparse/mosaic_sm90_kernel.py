@@ -1,0 +1,121 @@
+"""The kernel of `mosaic_sm90.py`; imported only where it is built, since it needs JAX 0.11."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_tiles as tiles
+from pallas_kernels.mosaic_tiles import ROWS, Notes, Tiling
+
+
+def build(
+    tiling: Tiling,
+    parts: int,
+    order: tuple[int, ...],
+    group: int,
+    scale: float,
+    block_size: int,
+    cache_shape: tuple[int, ...],
+    list_shape: tuple[int, ...],
+    out_shapes: list[Any],
+    by_threads: bool,
+    interpret: Any,
+) -> Any:
+    """The kernel for arguments of these shapes."""
+    batch, kv_heads, cache_rows, _ = cache_shape
+    _, lists, most_entries = list_shape
+    keys, tokens = tiling.keys, len(order)
+    entries = keys // block_size  # of a tile
+
+    def body(*refs: Any, **scratch: Any) -> None:
+        q, k, v, blocks, counts, lengths, tail_starts, out, lse = refs
+        b, h, part = (lax.axis_index(name) for name in ("b", "h", "part"))
+        warpgroup = lax.axis_index("warpgroup")
+        count, length, tail_start = counts[b], lengths[b], tail_starts[b]
+        listed = lax.div(
+            count + (entries - 1), entries
+        )  # tiles of the list; then those of the tail
+        all_tiles = listed + lax.div(length + tokens - tail_start + (keys - 1), keys)
+        share = lax.div(all_tiles + (parts - 1), parts)
+        begin = part * share
+        steps = jnp.maximum(jnp.minimum(begin + share, all_tiles) - begin, 0)
+        whole = jnp.clip(lax.div(count, entries) - begin, 0, steps)
+        registers, few_registers = tiling.registers
+
+        def tail(tile: Any) -> tuple[Any, Any]:
+            """The cache row that a tile of the tail begins at, and the first that it is to add."""
+            first = tail_start + (begin + tile - listed) * keys
+            return jnp.clip(first, 0, cache_rows - keys), first  # the last tile may reach back
+
+        def bounds(tile: Any) -> tuple[Any, Any, Any]:
+            """First key of a tile that counts, end of those, and by how much a later token's is."""
+            is_listed = begin + tile < listed
+            start, first = tail(tile)
+            low = jnp.where(is_listed, 0, first - start)
+            list_end = count * block_size - (begin + tile) * keys
+            end = jnp.where(is_listed, list_end, length + 1 - start)
+            return low, end, jnp.where(is_listed, 0, 1)
+
+        def visible(tile: Any, half: Any) -> Any:
+            shape = (ROWS, keys)
+            key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+            low, end, later = bounds(tile)
+            token = tiles.tokens_of_rows(order, group, half, shape)
+            return (key >= low) & (key < end + later * token)
+
+        def readable(tile: Any) -> tuple[Any, Any]:
+            low, end, later = bounds(tile)
+            return low, end + later * (tokens - 1)
+
+        @pl.when(warpgroup < tiling.compute_warpgroups)
+        def _compute() -> None:
+            plgpu.set_max_registers(registers, action="increase")
+
+            @pl.when(warpgroup == 0)
+            def _() -> None:
+                tiles.load_queries(tiling, scratch, q.at[b, h])
+
+            result = tiles.attend(
+                tiling, scratch, warpgroup, steps, whole, visible, readable, scale, Notes()
+            )
+            tiles.write(tiling, scratch, warpgroup, result, out.at[b, h, part], lse.at[b, h, part])
+
+        def row_of(tile: Any, entry: int) -> Any:
+            """The cache row that an entry of a tile begins at."""
+            place = (begin + tile) * entries + entry
+            listed_block = blocks[b, h if lists > 1 else 0, jnp.minimum(place, most_entries - 1)]
+            listed_block = jnp.where(place < count, listed_block, 0)
+            is_listed = begin + tile < listed
+            return jnp.where(
+                is_listed, listed_block * block_size, tail(tile)[0] + entry * block_size
+            )
+
+        def copy_blocks(tile: Any, stage: Any) -> None:
+            rows = [row_of(tile, entry) for entry in range(entries)]  # all reads, then all copies
+            for source, name in ((k, "k"), (v, "v")):
+                for entry, row in enumerate(rows):
+                    plgpu.copy_gmem_to_smem(
+                        source.at[b, h, pl.ds(row, block_size)],
+                        scratch[name].at[stage, pl.ds(entry * block_size, block_size)],
+                        scratch[f"{name}_ready"].at[stage],
+                    )
+
+        @pl.when(warpgroup == tiling.compute_warpgroups)
+        def _memory() -> None:
+            plgpu.set_max_registers(few_registers, action="decrease")
+            tiles.fill(tiling, scratch, steps, copy_blocks)
+
+    return plgpu.kernel(
+        body,
+        out_type=out_shapes,
+        scratch_types=tiling.scratch(),
+        grid=(kv_heads, parts, batch),
+        grid_names=("h", "part", "b"),
+        num_threads=tiling.compute_warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
