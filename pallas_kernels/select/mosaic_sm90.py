@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.select import sm90_lanes
 
@@ -28,6 +28,8 @@ MAX_SIZE = MAX_BLOCKS * MAX_WARPGROUPS * MAX_STEPS * STEP
 
 ABOVE_ALL = 0x7F800001  # `ordinal` of the number that would follow infinity
 LOWEST = -0x7F800000  # `ordinal` of the lowest finite number
+
+State = tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""], Int[Array, ""]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,23 +106,23 @@ def select_top_k(
 def _kernel(scores_ref, k_ref, positions_ref, counts_ref, partials, *, config):
     row = lax.axis_index("row")
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    size = scores_ref.shape[1] // (config.blocks * config.warpgroups)
-    first = (block * config.warpgroups + warpgroup) * size
-    layout = sm90_lanes.run_layout(size)
-    scores = plgpu.load(scores_ref.at[row, pl.ds(first, size)], layout=layout, optimized=False)
+    run = scores_ref.shape[1] // (config.blocks * config.warpgroups)
+    first = (block * config.warpgroups + warpgroup) * run
+    layout = sm90_lanes.run_layout(run)
+    scores = plgpu.load(scores_ref.at[row, pl.ds(first, run)], layout=layout, optimized=False)
     scores = jnp.where(jnp.abs(scores) < np.finfo(np.float32).tiny, 0.0, scores)
-    position = first + plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+    position = first + plgpu.broadcasted_iota(jnp.int32, (run,), 0, layout=layout)
 
     def count(mask, step):
         return sm90_lanes.count(mask, partials, step & 1, blocks=config.blocks)
 
     k = jnp.clip(k_ref[row], 0, positions_ref.shape[1])
     score, k, reached, step = bisect_scores(lambda low, step: count(scores >= low, step), k)
-    # Those above the threshold go first, then those at it by position, then the others.
-    order = jnp.where(scores > score, -1, jnp.where(scores == score, position, MAX_SIZE))
-    end, step = bisect_positions(
-        lambda end, step: count(order < end, step), scores_ref.shape[1], k, reached, step
-    )
+    # Entries above the threshold go first, then those at it by position, then the others. (Not -1,
+    # position, ...: Mosaic GPU compares this array as unsigned.)
+    size = scores_ref.shape[1]
+    order = jnp.where(scores > score, 0, jnp.where(scores == score, position + 1, size + 1))
+    end, step = bisect_order(lambda end, step: count(order < end, step), size + 1, k, reached, step)
     sm90_lanes.compact(
         order < end, first, row, positions_ref, partials, step & 1, blocks=config.blocks
     )
@@ -150,7 +152,7 @@ def bisect_scores(
     low = jnp.where(nothing, ABOVE_ALL, low)
     reached = jnp.where(nothing, 0, candidates)
 
-    def bisect(state):  # k scores or more reach `low`, fewer reach `high`
+    def bisect(state: State) -> State:  # k scores or more reach `low`, fewer reach `high`
         low, high, reached, step = state
         middle = midpoint(low, high)
         reached_middle = count_from(number(middle), step)
@@ -158,7 +160,7 @@ def bisect_scores(
         low, high = jnp.where(enough, middle, low), jnp.where(enough, high, middle)
         return low, high, jnp.where(enough, reached_middle, reached), step + 1
 
-    def unsettled(state):
+    def unsettled(state: State) -> Bool[Array, ""]:
         low, high, reached, _ = state
         return (reached > k) & (low + 1 < high)
 
@@ -167,42 +169,42 @@ def bisect_scores(
     return number(low), k, reached, step
 
 
-def bisect_positions(
+def bisect_order(
     count_before: Callable[[Int[Array, ""], Int[Array, ""]], Int[Array, ""]],
-    size: int,
+    end: int,
     k: Int[Array, ""],
     reached: Int[Array, ""],
     step: Int[Array, ""],
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Finds the position up to which equal scores are taken.
+    """Finds an end in an order before which there are exactly k entries.
 
     Args:
-      count_before: given a position and how many calls there were before, how many scores are above
-        the k-th, or equal to it and before the position.
-      size: positions are lower.
+      count_before: given an end and how many calls there were before, how many entries are before
+        it; fewer than k before 1.
+      end: an end before which there are enough.
       k: how many to take.
-      reached: how many there are before `size`; at least k.
+      reached: how many there are before `end`, at least k.
       step: how many calls of `bisect_scores` there were.
 
     Returns:
-      The position; the number of calls by now.
+      The end; the number of calls by now.
     """
 
-    def bisect(state):  # k or more are before `high`, fewer before `low`
+    def bisect(state: State) -> State:  # k entries or more are before `high`, fewer before `low`
         low, high, reached, step = state
         middle = midpoint(low, high)
-        reached_middle = count_before(middle, step)
-        enough = reached_middle >= k
+        before_middle = count_before(middle, step)
+        enough = before_middle >= k
         low, high = jnp.where(enough, low, middle), jnp.where(enough, middle, high)
-        return low, high, jnp.where(enough, reached_middle, reached), step + 1
+        return low, high, jnp.where(enough, before_middle, reached), step + 1
 
-    def unsettled(state):
+    def unsettled(state: State) -> Bool[Array, ""]:
         _, _, reached, _ = state
         return reached > k
 
-    state = jnp.int32(0), jnp.int32(size), reached, step
-    _, end, _, step = lax.while_loop(unsettled, bisect, state)
-    return end, step
+    state = jnp.int32(1), jnp.int32(end), reached, step
+    _, found, _, step = lax.while_loop(unsettled, bisect, state)
+    return found, step
 
 
 def midpoint(low: Int[Array, ""], high: Int[Array, ""]) -> Int[Array, ""]:
