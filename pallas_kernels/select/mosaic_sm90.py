@@ -1,14 +1,14 @@
 """`select_top_k` for Hopper: bisects for the k-th score with a row's scores in registers.
 
-A cluster of thread blocks holds a row. Each step of a bisection counts the entries that pass a
-threshold, which is a score and a position: an entry passes if its score is higher, or if it is
-equal and the position lower. So k entries pass the right one exactly, whatever the ties. In a last
-step the counts of the warps before it tell each warp where its first passing entry belongs.
+A cluster of thread blocks holds a row, each warp a contiguous run of it, and reads it once. Each
+step of a bisection (see `bisect`) compares all entries with a threshold and sums the outcomes over
+the cluster. When exactly k entries pass, the same sums, taken over the warps before it, tell each
+warp where the position of its first passing entry belongs.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.select import sm90_lanes
+from pallas_kernels.select import bisect, sm90_lanes
 
 STEP = sm90_lanes.WARPS * sm90_lanes.TILE  # entries that a warpgroup loads at once
 MAX_WARPGROUPS = 4  # in a block: 512 threads of at most 128 registers
 MAX_STEPS = 16  # in a warpgroup: 64 entries in a thread's registers
 MAX_BLOCKS = 8  # in a cluster, on any device of compute capability 9.0
-MAX_SIZE = MAX_BLOCKS * MAX_WARPGROUPS * MAX_STEPS * STEP
-
-ABOVE_ALL = 0x7F800001  # `ordinal` of the number that would follow infinity
-LOWEST = -0x7F800000  # `ordinal` of the lowest finite number
-
-State = tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""], Int[Array, ""]]
+MAX_SIZE = MAX_BLOCKS * MAX_WARPGROUPS * MAX_STEPS * STEP  # 262144
+MULTIPROCESSORS = 132  # of an H100 or H200 SXM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +47,17 @@ class Config:
 
 
 def heuristic(rows: int, size: int) -> Config:
-    """As few threads as hold the row."""
+    """As few threads as hold the row; more, if the device has few rows to work on."""
     warpgroups = min(MAX_WARPGROUPS, pl.cdiv(size, STEP))
     blocks = 1
     while blocks * warpgroups * MAX_STEPS * STEP < size:
+        blocks *= 2
+    # Below 16 entries in a thread or above 4 blocks, the exchange of counts takes most of the time.
+    while (
+        blocks < 4
+        and 2 * blocks * rows <= MULTIPROCESSORS
+        and blocks * warpgroups * 4 * STEP < size
+    ):
         blocks *= 2
     return Config(blocks, warpgroups)
 
@@ -103,115 +106,40 @@ def select_top_k(
     return positions.reshape(*rest, max_k), counts.reshape(rest)
 
 
-def _kernel(scores_ref, k_ref, positions_ref, counts_ref, partials, *, config):
+def _kernel(
+    scores_ref: Any,
+    k_ref: Any,
+    positions_ref: Any,
+    counts_ref: Any,
+    sums: Any,
+    *,
+    config: Config,
+) -> None:
+    """One warpgroup's part of a row: loads its run, takes part in each count, writes positions."""
     row = lax.axis_index("row")
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    run = scores_ref.shape[1] // (config.blocks * config.warpgroups)
+    size = scores_ref.shape[1]
+    run = size // (config.blocks * config.warpgroups)
     first = (block * config.warpgroups + warpgroup) * run
     layout = sm90_lanes.run_layout(run)
     scores = plgpu.load(scores_ref.at[row, pl.ds(first, run)], layout=layout, optimized=False)
     scores = jnp.where(jnp.abs(scores) < np.finfo(np.float32).tiny, 0.0, scores)
     position = first + plgpu.broadcasted_iota(jnp.int32, (run,), 0, layout=layout)
 
-    def count(mask, step):
-        return sm90_lanes.count(mask, partials, step & 1, blocks=config.blocks)
+    def count(mask: Bool[Array, " run"], step: Int[Array, ""]) -> Int[Array, ""]:
+        return sm90_lanes.count(mask, sums, step & 1, blocks=config.blocks)
 
     k = jnp.clip(k_ref[row], 0, positions_ref.shape[1])
-    score, k, reached, step = bisect_scores(lambda low, step: count(scores >= low, step), k)
-    # Entries above the threshold go first, then those at it by position, then the others. (Not -1,
-    # position, ...: Mosaic GPU compares this array as unsigned.)
-    size = scores_ref.shape[1]
-    order = jnp.where(scores > score, 0, jnp.where(scores == score, position + 1, size + 1))
-    end, step = bisect_order(lambda end, step: count(order < end, step), size + 1, k, reached, step)
-    sm90_lanes.compact(
-        order < end, first, row, positions_ref, partials, step & 1, blocks=config.blocks
+    score, k, reached, step = bisect.bisect_scores(
+        lambda score, step: count(scores >= score, step), k
     )
+    # Not -1, position, size: Mosaic GPU (jax 0.11.2) compares this array as unsigned.
+    order = jnp.where(scores > score, 0, jnp.where(scores == score, position + 1, size + 1))
+    end, step = bisect.bisect_order(
+        lambda end, step: count(order < end, step), size + 1, k, reached, step
+    )
+    sm90_lanes.compact(order < end, first, row, positions_ref, sums, step & 1, blocks=config.blocks)
 
     @pl.when((block == 0) & (warpgroup == 0))
-    def _():
+    def _() -> None:
         counts_ref[row] = k
-
-
-def bisect_scores(
-    count_from: Callable[[Float[Array, ""], Int[Array, ""]], Int[Array, ""]], k: Int[Array, ""]
-) -> tuple[Float[Array, ""], Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
-    """Finds the k-th highest score, or a lower number that exactly k scores reach.
-
-    Args:
-      count_from: given a number and how many calls there were before, how many scores reach it.
-      k: at least 0.
-
-    Returns:
-      The score, NaN for k = 0; k, lowered to the number of scores above -inf; how many scores reach
-      the score; the number of calls.
-    """
-    low = jnp.int32(LOWEST)
-    candidates = count_from(number(low), jnp.int32(0))
-    k = jnp.minimum(k, candidates)
-    nothing = k == 0
-    low = jnp.where(nothing, ABOVE_ALL, low)
-    reached = jnp.where(nothing, 0, candidates)
-
-    def bisect(state: State) -> State:  # k scores or more reach `low`, fewer reach `high`
-        low, high, reached, step = state
-        middle = midpoint(low, high)
-        reached_middle = count_from(number(middle), step)
-        enough = reached_middle >= k
-        low, high = jnp.where(enough, middle, low), jnp.where(enough, high, middle)
-        return low, high, jnp.where(enough, reached_middle, reached), step + 1
-
-    def unsettled(state: State) -> Bool[Array, ""]:
-        low, high, reached, _ = state
-        return (reached > k) & (low + 1 < high)
-
-    state = low, jnp.int32(ABOVE_ALL), reached, jnp.int32(1)
-    low, _, reached, step = lax.while_loop(unsettled, bisect, state)
-    return number(low), k, reached, step
-
-
-def bisect_order(
-    count_before: Callable[[Int[Array, ""], Int[Array, ""]], Int[Array, ""]],
-    end: int,
-    k: Int[Array, ""],
-    reached: Int[Array, ""],
-    step: Int[Array, ""],
-) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Finds an end in an order before which there are exactly k entries.
-
-    Args:
-      count_before: given an end and how many calls there were before, how many entries are before
-        it; fewer than k before 1.
-      end: an end before which there are enough.
-      k: how many to take.
-      reached: how many there are before `end`, at least k.
-      step: how many calls of `bisect_scores` there were.
-
-    Returns:
-      The end; the number of calls by now.
-    """
-
-    def bisect(state: State) -> State:  # k entries or more are before `high`, fewer before `low`
-        low, high, reached, step = state
-        middle = midpoint(low, high)
-        before_middle = count_before(middle, step)
-        enough = before_middle >= k
-        low, high = jnp.where(enough, low, middle), jnp.where(enough, middle, high)
-        return low, high, jnp.where(enough, before_middle, reached), step + 1
-
-    def unsettled(state: State) -> Bool[Array, ""]:
-        _, _, reached, _ = state
-        return reached > k
-
-    state = jnp.int32(1), jnp.int32(end), reached, step
-    _, found, _, step = lax.while_loop(unsettled, bisect, state)
-    return found, step
-
-
-def midpoint(low: Int[Array, ""], high: Int[Array, ""]) -> Int[Array, ""]:
-    """floor((low + high) / 2) without overflow."""
-    return (low & high) + ((low ^ high) >> 1)
-
-
-def number(ordinal: Int[Array, ""]) -> Float[Array, ""]:
-    """The float32 that is `ordinal` steps above 0.0; -0.0 is one step below it."""
-    return lax.bitcast_convert_type(ordinal ^ ((ordinal >> 31) & 0x7FFFFFFF), jnp.float32)

@@ -1,10 +1,13 @@
 """Counting and compacting over the threads of a cluster, which Pallas has no words for.
 
 The functions here are called in a Mosaic GPU kernel by all warpgroups of all blocks of a cluster,
-each with a mask over its own run of positions, laid out as `run_layout` says. `partials` is int32
+each with a mask over its own run of positions, laid out as `run_layout` says. `sums` is int32
 [2, warps in the cluster] in shared memory; calls in turn use its slots 0 and 1 in turn, so that no
 barrier is needed between reading one call's counts and writing the next one's.
 """
+
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +25,10 @@ BYTES = 4  # in a word
 
 SCALAR = plgpu.Layout.WG_SPLAT
 REF = plgpu.RefType()
+for_range: Any = scf.for_  # whose stub names another function
 
 
-def run_layout(size: int) -> plgpu.Layout:
+def run_layout(size: int) -> Any:
     """The layout of a warpgroup's `size` elements: a contiguous quarter in each warp.
 
     A warp holds its quarter by tiles of 128 elements, a thread 4 neighbours of each tile.
@@ -36,7 +40,7 @@ def run_layout(size: int) -> plgpu.Layout:
 
 
 def count(
-    mask: Bool[Array, " T"], partials: jax.Ref, slot: Int[Array, ""], *, blocks: int
+    mask: Bool[Array, " T"], sums: jax.Ref, slot: Int[Array, ""], *, blocks: int
 ) -> Int[Array, ""]:
     """How many elements are set over all warpgroups of the cluster's `blocks` blocks."""
 
@@ -44,12 +48,12 @@ def count(
         arg_types=(run_layout(mask.shape[0]), REF, SCALAR),
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
     )
-    def inline(_, mask, partials, slot):
-        in_lane = _count_set(mask.registers.flat)
-        _, total = _share(_sum_lanes(in_lane), partials, slot.registers.item(), blocks)
-        return FragmentedArray.splat(total, shape=(), is_signed=True)
+    def inline(_: Any, mask: Any, sums: ir.Value, slot: Any) -> Any:
+        in_warp = _sum_lanes(_count_set(mask.registers.flat))
+        _, in_all = _share(in_warp, sums, slot.registers.item(), blocks)
+        return FragmentedArray.splat(_sum_lanes(in_all), shape=(), is_signed=True)
 
-    return inline(mask, partials, slot)
+    return inline(mask, sums, slot)
 
 
 def compact(
@@ -57,7 +61,7 @@ def compact(
     first: Int[Array, ""],
     row: Int[Array, ""],
     positions: jax.Ref,
-    partials: jax.Ref,
+    sums: jax.Ref,
     slot: Int[Array, ""],
     *,
     blocks: int,
@@ -69,19 +73,28 @@ def compact(
       first: ascends over the cluster's warpgroups in the order of block, then warpgroup.
       row: which row of `positions` is written.
       positions: int32 [rows, size] in global memory; at most `size` elements are set in all.
-      partials: see above.
+      sums: see above.
       slot: see above.
       blocks: in the cluster.
     """
     size = mask.shape[0]
 
     @plgpu.inline_mgpu(arg_types=(run_layout(size), SCALAR, SCALAR, REF, REF, SCALAR))
-    def inline(_, mask, first, row, positions, partials, slot):
+    def inline(
+        _: Any,
+        mask: Any,
+        first: Any,
+        row: Any,
+        positions: ir.Value,
+        sums: ir.Value,
+        slot: Any,
+    ) -> None:
         first, row, slot = (scalar.registers.item() for scalar in (first, row, slot))
         lane, warp = _lane_and_warp()
         tiles = list(mask.registers.flat)
         before, in_tile = _scan_lanes([_count_set([tile]) for tile in tiles], lane)
-        rank, total = _share(_add(*in_tile), partials, slot, blocks)
+        in_lower, in_all = _share(_add(*in_tile), sums, slot, blocks)
+        rank, total = _sum_lanes(in_lower), _sum_lanes(in_all)
 
         warp_first = _mul(arith.andi(warp, _i32(WARPS - 1)), _i32(size // WARPS))
         position = _add(first, warp_first, _mul(lane, _i32(VECTOR)))
@@ -97,29 +110,34 @@ def compact(
             rank = _add(rank, in_tile[i])
 
         _, width = ir.MemRefType(positions.type).shape
-        threads = _index(_i32(_warps(partials) * WARP))
-        thread = _add(_mul(_add(_mul(_block(), _block_warps()), warp), _i32(WARP)), lane)
-        rest = scf.ForOp(_index(_add(total, thread)), _index(_i32(width)), threads)
-        with ir.InsertionPoint(rest.body):
-            memref.store(_i32(0), positions, [row, rest.induction_variable])
+        warps = _warps(sums)
+        thread = _add(_mul(_own(warp, warps, blocks), _i32(WARP)), lane)
+        start, stop, step = _add(total, thread), _i32(width), _i32(warps * WARP)
+        for i in for_range(_index(start), _index(stop), _index(step)):
+            memref.store(_i32(0), positions, [row, i])
             scf.yield_([])
 
-    inline(mask, first, row, positions, partials, slot)
+    inline(mask, first, row, positions, sums, slot)
 
 
-def _share(value, partials, slot, blocks):
-    """Of a number that each warp has: the sums over the warps before this one, and over all."""
+def _share(
+    value: ir.Value, sums: ir.Value, slot: ir.Value, blocks: int
+) -> tuple[ir.Value, ir.Value]:
+    """Of a number that each warp has: its sum over the warps before this one, and over all.
+
+    Returned as what each lane has of them.
+    """
     lane, warp = _lane_and_warp()
-    warps = _warps(partials)
-    own = _add(_mul(_block(), _block_warps()), warp)
+    warps = _warps(sums)
+    own = _own(warp, warps, blocks)
     if blocks == 1:
         with utils.when(_below(lane, _i32(1))):
-            memref.store(value, partials, [_index(slot), _index(own)])
+            memref.store(value, sums, [_index(slot), _index(own)])
         gpu.barrier()
     else:
         # Lane i writes to block i.
         offset = _add(_mul(slot, _i32(warps)), own)
-        local = utils.getelementptr(utils.memref_ptr(partials), [offset], _i32_type())
+        local = utils.getelementptr(utils.memref_ptr(sums), [offset], _i32_type())
         with utils.when(_below(lane, _i32(blocks))):
             llvm.store(value, utils.get_cluster_ptr(local, lane))
         nvvm.cluster_arrive()  # releases the store
@@ -130,13 +148,13 @@ def _share(value, partials, slot, blocks):
         other = _add(lane, _i32(start))
         exists = _below(other, _i32(warps))
         other_or_last = arith.minui(other, _i32(warps - 1))
-        shared = memref.load(partials, [_index(slot), _index(other_or_last)])
+        shared = memref.load(sums, [_index(slot), _index(other_or_last)])
         total.append(arith.select(exists, shared, _i32(0)))
         before.append(arith.select(_below(other, own), shared, _i32(0)))
-    return _sum_lanes(_add(*before)), _sum_lanes(_add(*total))
+    return _add(*before), _add(*total)
 
 
-def _scan_lanes(numbers, lane):
+def _scan_lanes(numbers: list[ir.Value], lane: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
     """For numbers up to 4 that each lane has: their sums over the lanes before it, and over all.
 
     The sums are at most 128, so four of them share the bytes of a word.
@@ -156,12 +174,12 @@ def _scan_lanes(numbers, lane):
     return before, total
 
 
-def _bytes(word, number):
+def _bytes(word: ir.Value, number: int) -> list[ir.Value]:
     shifted = (arith.shrui(word, _i32(8 * i)) for i in range(number))
     return [arith.andi(x, _i32(0xFF)) for x in shifted]
 
 
-def _count_set(masks):
+def _count_set(masks: Iterable[ir.Value]) -> ir.Value:
     """How many elements of a thread's vectors are set.
 
     Counts in float32: the compiler then makes one compare instruction and one addition of each
@@ -173,7 +191,7 @@ def _count_set(masks):
     return arith.fptoui(_i32_type(), _tree(numbers))
 
 
-def _tree(numbers):
+def _tree(numbers: list[ir.Value]) -> ir.Value:
     """A sum by pairs, whose additions need not wait for each other."""
     while len(numbers) > 1:
         odd = numbers[len(numbers) // 2 * 2 :]
@@ -181,55 +199,52 @@ def _tree(numbers):
     return numbers[0]
 
 
-def _sum_lanes(number):
+def _sum_lanes(number: ir.Value) -> ir.Value:
     return utils.redux(number, _i32(-1), utils.ReductionKind.ADD)
 
 
-def _shuffle(word, operand, kind, clamp):
+def _shuffle(word: ir.Value, operand: ir.Value, kind: Any, clamp: int) -> ir.Value:
     return nvvm.shfl_sync(_i32(-1), word, operand, _i32(clamp), kind)
 
 
-def _lane_and_warp():
+def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
     """A thread's lane in its warp, and the warp's index in the block."""
     thread = utils.thread_idx()
     return arith.andi(thread, _i32(WARP - 1)), arith.shrui(thread, _i32(5))
 
 
-def _block():
-    return arith.index_cast(_i32_type(), utils.cluster_idx())
+def _own(warp: ir.Value, warps: int, blocks: int) -> ir.Value:
+    """A warp's index in the cluster, from that in the block."""
+    block = arith.index_cast(_i32_type(), utils.cluster_idx())
+    return _add(_mul(block, _i32(warps // blocks)), warp)
 
 
-def _block_warps():
-    threads = arith.index_cast(_i32_type(), gpu.block_dim(gpu.Dimension.x))
-    return arith.shrui(threads, _i32(5))
-
-
-def _warps(partials):
+def _warps(sums: ir.Value) -> int:
     """In the cluster."""
-    return ir.MemRefType(partials.type).shape[1]
+    return ir.MemRefType(sums.type).shape[1]
 
 
-def _add(first, *rest):
+def _add(first: ir.Value, *rest: ir.Value) -> ir.Value:
     for number in rest:
         first = arith.addi(first, number)
     return first
 
 
-def _mul(a, b):
+def _mul(a: ir.Value, b: ir.Value) -> ir.Value:
     return arith.muli(a, b)
 
 
-def _below(a, b):
+def _below(a: ir.Value, b: ir.Value) -> ir.Value:
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
-def _index(number):
+def _index(number: ir.Value) -> ir.Value:
     return arith.index_castui(ir.IndexType.get(), number)
 
 
-def _i32(number):
+def _i32(number: int) -> ir.Value:
     return utils.c(number, _i32_type())
 
 
-def _i32_type():
+def _i32_type() -> ir.Type:
     return ir.IntegerType.get_signless(32)
