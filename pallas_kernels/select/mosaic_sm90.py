@@ -52,7 +52,7 @@ def heuristic(rows: int, size: int) -> Config:
     blocks = 1
     while blocks * warpgroups * MAX_STEPS * STEP < size:
         blocks *= 2
-    # Below 16 entries in a thread or above 4 blocks, the exchange of counts takes most of the time.
+    # Estimated: with under 8 entries in a thread, exchanging counts takes longer than counting.
     while (
         blocks < 4
         and 2 * blocks * rows <= MULTIPROCESSORS
