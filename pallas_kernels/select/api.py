@@ -1,5 +1,7 @@
 """The public `select_top_k`."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -7,7 +9,25 @@ from pallas_kernels.checks import as_int32, require, require_shape
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.select import reference, xla
 
+
+def _mosaic_gpu() -> Implementation:
+    """Imported where it can run: older versions of JAX lack what the module names."""
+
+    def run(*arguments: Any) -> Any:
+        from pallas_kernels.select import mosaic_sm90
+
+        return mosaic_sm90.select_top_k(*arguments)
+
+    def refuses(*arguments: Any) -> str | None:
+        from pallas_kernels.select import mosaic_sm90
+
+        return mosaic_sm90.refuses(*arguments)
+
+    return Implementation(run, refuses)
+
+
 IMPLEMENTATIONS = {
+    "mosaic_gpu": _mosaic_gpu(),
     "xla": Implementation(xla.select_top_k),
     "reference": Implementation(reference.select_top_k),
 }

@@ -8,6 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import pool_scores, select_top_k
+from pallas_kernels.dispatch import has_mosaic_gpu, lacks
+from pallas_kernels.select import bisect
+
+IMPLEMENTATIONS = [name for name in ("mosaic_gpu", "xla", "reference") if lacks(name) is None]
 
 # Leading axes, M, max_k.
 CASES = [((3,), 1, 1), ((2,), 5, 9), ((2, 1, 2), 64, 64), ((4,), 100, 13), ((), 33, 8)]
@@ -39,7 +43,7 @@ def test_is_the_exact_set_in_order(lead, size, max_k, data):
     k = rng.integers(-1, size + 3, lead).astype(np.int32)
     k = np.asarray(data.draw(st.sampled_from([k, np.zeros_like(k), np.full_like(k, size + 5)])))
 
-    for kernels in ("xla", "reference"):
+    for kernels in IMPLEMENTATIONS:
         positions, counts = compiled(max_k, kernels)(scores, k)
         assert positions.dtype == counts.dtype == jnp.int32
         assert positions.shape == (*lead, max_k)
@@ -51,10 +55,53 @@ def test_is_the_exact_set_in_order(lead, size, max_k, data):
             np.testing.assert_array_equal(positions[row], padded, kernels)
 
 
-def test_repeats_bit_for_bit_at_a_real_size():
+@jax.jit
+def bisected(scores, k):
+    """A mask of k scores, by the two bisections."""
+    score, k, reached, step = bisect.bisect_scores(
+        lambda low, _: (scores >= low).sum(dtype=jnp.int32), k
+    )
+    order = jnp.where(scores == score, jnp.arange(len(scores)) + 1, len(scores) + 1)
+    order = jnp.where(scores > score, 0, order)
+    end, step = bisect.bisect_order(
+        lambda end, _: (order < end).sum(dtype=jnp.int32), len(scores) + 1, k, reached, step
+    )
+    return order < end, k, step
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_bisects_for_the_exact_set(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    normals = [x for x in FEW_VALUES if not 0 < abs(x) < np.finfo(np.float32).tiny]
+    spread = data.draw(st.sampled_from([0, 1, 30]))
+    scores = np.exp(spread * rng.normal(size=64)) * rng.choice(normals, 64)
+    with np.errstate(over="ignore", under="ignore"):
+        scores = scores.astype(np.float32)
+    scores[np.abs(scores) < np.finfo(np.float32).tiny] = 0.0
+    k = data.draw(st.sampled_from([0, 1, 13, 63, 64, 70]))
+
+    mask, count, step = bisected(scores, np.int32(k))
+    expected = top_k_by_sorting(scores, k, 64)
+    np.testing.assert_array_equal(np.flatnonzero(mask), expected)
+    assert count == len(expected)
+    assert step <= 1 + 32 + 6  # the least score, the bits of a float32, those of a position
+
+
+@pytest.mark.skipif(not has_mosaic_gpu(), reason="needs the Mosaic GPU interface")
+@pytest.mark.parametrize("shape", [(0, 8), (2, 2**18 + 1)])
+def test_the_hopper_kernel_names_what_it_refuses(shape):
+    from pallas_kernels.select import mosaic_sm90
+
+    scores = jax.ShapeDtypeStruct(shape, jnp.float32)
+    assert mosaic_sm90.refuses(scores, None, 4).startswith("`scores` must ")
+
+
+@pytest.mark.parametrize("kernels", [name for name in IMPLEMENTATIONS if name != "reference"])
+def test_repeats_bit_for_bit_at_a_real_size(kernels):
     scores = np.random.default_rng(0).normal(size=(8, 1, 4096)).astype(np.float32).round(2)
     k = np.full((8, 1), 280, np.int32)
-    first, again = (compiled(287, "xla")(scores, k) for _ in range(2))
+    first, again = (compiled(287, kernels)(scores, k) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     expected = compiled(287, "reference")(scores, k)
     jax.tree.map(np.testing.assert_array_equal, first, expected)

@@ -1,0 +1,145 @@
+"""`select_top_k` for Hopper: bisects for the k-th score with a row's scores in registers.
+
+A cluster of thread blocks holds a row, each warp a contiguous run of it, and reads it once. Each
+step of a bisection (see `bisect`) compares all entries with a threshold and sums the outcomes over
+the cluster. When exactly k entries pass, the same sums, taken over the warps before it, tell each
+warp where the position of its first passing entry belongs.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.select import bisect, sm90_lanes
+
+STEP = sm90_lanes.WARPS * sm90_lanes.TILE  # entries that a warpgroup loads at once
+MAX_WARPGROUPS = 4  # in a block: 512 threads of at most 128 registers
+MAX_STEPS = 16  # in a warpgroup: 64 entries in a thread's registers
+MAX_BLOCKS = 8  # in a cluster, on any device of compute capability 9.0
+MAX_SIZE = MAX_BLOCKS * MAX_WARPGROUPS * MAX_STEPS * STEP  # 262144
+MULTIPROCESSORS = 132  # of an H100 or H200 SXM
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a row is spread over threads.
+
+    Attributes:
+      blocks: in the cluster that holds a row.
+      warpgroups: in a block.
+    """
+
+    blocks: int
+    warpgroups: int
+
+    @property
+    def tile(self) -> int:
+        """The size of a row is padded to a multiple of this."""
+        return self.blocks * self.warpgroups * STEP
+
+
+def heuristic(rows: int, size: int) -> Config:
+    """As few threads as hold the row; more, if the device has few rows to work on."""
+    warpgroups = min(MAX_WARPGROUPS, pl.cdiv(size, STEP))
+    blocks = 1
+    while blocks * warpgroups * MAX_STEPS * STEP < size:
+        blocks *= 2
+    # Estimated: with under 8 entries in a thread, exchanging counts takes longer than counting.
+    while (
+        blocks < 4
+        and 2 * blocks * rows <= MULTIPROCESSORS
+        and blocks * warpgroups * 4 * STEP < size
+    ):
+        blocks *= 2
+    return Config(blocks, warpgroups)
+
+
+def refuses(scores: Float[Array, "*rest M"], k: Int[Array, "*rest"], max_k: int) -> str | None:
+    """See `pallas_kernels.dispatch.Implementation`."""
+    size = scores.shape[-1]
+    if scores.size == 0:
+        return f"`scores` must not be empty, but is {list(scores.shape)}"
+    if size > MAX_SIZE:
+        return f"`scores` must have at most {MAX_SIZE} entries a row, but has {size}"
+    return None
+
+
+def select_top_k(
+    scores: Float[Array, "*rest M"],
+    k: Int[Array, "*rest"],
+    max_k: int,
+    config: Config | None = None,
+) -> tuple[Int[Array, "*rest max_k"], Int[Array, "*rest"]]:
+    """See `pallas_kernels.select_top_k`; scores are float32."""
+    *rest, size = scores.shape
+    rows = int(np.prod(rest))
+    config = config or heuristic(rows, size)
+    padded = -(-size // config.tile) * config.tile
+    scores = scores.reshape(rows, size)
+    if padded > size:
+        scores = jnp.pad(scores, [(0, 0), (0, padded - size)], constant_values=-jnp.inf)
+    warps = config.blocks * config.warpgroups * sm90_lanes.WARPS
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, config=config),
+        out_type=[
+            jax.ShapeDtypeStruct((rows, max_k), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+        ],
+        scratch_types=[plgpu.SMEM((2, warps), jnp.int32)],
+        grid=(rows,),
+        grid_names=("row",),
+        cluster=(config.blocks,),
+        cluster_names=("block",),
+        num_threads=config.warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    positions, counts = kernel(scores, k.reshape(rows))
+    return positions.reshape(*rest, max_k), counts.reshape(rest)
+
+
+def _kernel(
+    scores_ref: Any,
+    k_ref: Any,
+    positions_ref: Any,
+    counts_ref: Any,
+    sums: Any,
+    *,
+    config: Config,
+) -> None:
+    """One warpgroup's part of a row: loads its run, takes part in each count, writes positions."""
+    row = lax.axis_index("row")
+    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    size = scores_ref.shape[1]
+    run = size // (config.blocks * config.warpgroups)
+    first = (block * config.warpgroups + warpgroup) * run
+    layout = sm90_lanes.run_layout(run)
+    scores = plgpu.load(scores_ref.at[row, pl.ds(first, run)], layout=layout, optimized=False)
+    scores = jnp.where(jnp.abs(scores) < np.finfo(np.float32).tiny, 0.0, scores)
+    position = first + plgpu.broadcasted_iota(jnp.int32, (run,), 0, layout=layout)
+
+    def count(mask: Bool[Array, " run"], step: Int[Array, ""]) -> Int[Array, ""]:
+        return sm90_lanes.count(mask, sums, step & 1, blocks=config.blocks)
+
+    k = jnp.clip(k_ref[row], 0, positions_ref.shape[1])
+    score, k, reached, step = bisect.bisect_scores(
+        lambda score, step: count(scores >= score, step), k
+    )
+    # Not -1, position, size: Mosaic GPU (jax 0.11.2) compares this array as unsigned.
+    order = jnp.where(scores > score, 0, jnp.where(scores == score, position + 1, size + 1))
+    end, step = bisect.bisect_order(
+        lambda end, step: count(order < end, step), size + 1, k, reached, step
+    )
+    sm90_lanes.compact(order < end, first, row, positions_ref, sums, step & 1, blocks=config.blocks)
+
+    @pl.when((block == 0) & (warpgroup == 0))
+    def _() -> None:
+        counts_ref[row] = k
