@@ -37,6 +37,7 @@ class Tiling:
       stages: tiles in flight.
       turns: compute warpgroups that take turns at the tiles.
       arrivals: copies that fill a tile of keys, or of values.
+      memory_registers: of a thread of the memory warpgroup.
     """
 
     packed: int
@@ -46,6 +47,7 @@ class Tiling:
     stages: int
     turns: int
     arrivals: int = 1
+    memory_registers: int = 32
 
     def __post_init__(self) -> None:
         # A warpgroup counts a barrier's phases by its own waits, so that each stage must always
@@ -64,9 +66,10 @@ class Tiling:
         return self.halves * self.turns
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Of a compute thread and of a memory thread: together no more than there are."""
-        return {1: (240, 40), 2: (232, 40), 3: (160, 32)}[self.compute_warpgroups]
+    def compute_registers(self) -> int:
+        """Of a thread of a compute warpgroup: what is left of 512 for four warps of a kind."""
+        left = (512 - self.memory_registers) // self.compute_warpgroups
+        return min(240, left // 8 * 8)
 
     def rows_of_halves(self, rows: int) -> list[int]:
         """How many of the first `rows` packed rows each half holds."""
@@ -134,8 +137,17 @@ def load_queries(tiling: Tiling, scratch: Any, q: Any) -> None:
         )
 
 
-def fill(tiling: Tiling, scratch: Any, steps: Any, load: Callable[[Any, Any], None]) -> None:
-    """The memory warpgroup's loop: `load(i, stage)` starts the copies of tile i."""
+def fill(
+    tiling: Tiling,
+    scratch: Any,
+    steps: Any,
+    load: Callable[[Any, Any], None],
+    finish: Callable[[], None] = lambda: None,
+) -> None:
+    """The memory warpgroup's loop: `load(i, stage)` starts the copies of tile i.
+
+    `finish` is called after the last.
+    """
 
     @pl.loop(0, steps)
     def _fill(i: Any) -> None:
@@ -146,6 +158,8 @@ def fill(tiling: Tiling, scratch: Any, steps: Any, load: Callable[[Any, Any], No
             plgpu.barrier_wait(scratch["free"].at[stage])
 
         load(i, stage)
+
+    finish()
 
     @pl.loop(jnp.maximum(steps - tiling.stages, 0), steps)
     def _drain(i: Any) -> None:  # so that no arrival is left without a wait

@@ -71,8 +71,10 @@ def refuses(
     if block_size not in BLOCK_SIZES:
         listed = ", ".join(map(str, BLOCK_SIZES))
         return f"`block_size` must be one of {listed}, but is {block_size},"
-    if cache_rows < KEYS:
-        return f"`k` must have at least {KEYS} cache rows, but has {cache_rows},"
+    if cache_rows < KEYS or cache_rows % 8:
+        return (
+            f"`k` must have a multiple of 8 and at least {KEYS} cache rows, but has {cache_rows},"
+        )
     return None
 
 
@@ -114,8 +116,16 @@ def sparse_attention(
     # Single positions: the whole memory warpgroup fills a tile and arrives once; the emulation,
     # which cannot run that, copies them one by one.
     by_threads = block_size == 1 and interpret is None
-    arrivals = 1 if by_threads else KEYS // block_size
-    tiling = Tiling(rows.shape[2], head_dim, q.dtype, KEYS, config.stages, config.turns, arrivals)
+    tiling = Tiling(
+        packed=rows.shape[2],
+        head_dim=head_dim,
+        dtype=q.dtype,
+        keys=KEYS,
+        stages=config.stages,
+        turns=config.turns,
+        arrivals=1 if by_threads else KEYS // block_size,
+        memory_registers=72 if by_threads else 40,
+    )
     run = mosaic_sm90_kernel.build(
         tiling,
         config.parts,
@@ -131,5 +141,6 @@ def sparse_attention(
     )
     if by_threads:
         k, v = (x.reshape(-1, head_dim) for x in (k, v))
+        blocks = blocks.reshape(-1)
     out, lse = run(rows, k, v, blocks, counts, lengths, tail_start)
     return splits.combine(out, lse, order, group, sinks, q.dtype)

@@ -9,6 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_tiles as tiles
 from pallas_kernels.mosaic_tiles import ROWS, Notes, Tiling
+from pallas_kernels.sparse.sm90_gather import gather, wait
+
+ALIGNED = 8  # rows: the copy engine's tiles begin at a multiple of this
 
 
 def build(
@@ -29,6 +32,7 @@ def build(
     _, lists, most_entries = list_shape
     keys, tokens = tiling.keys, len(order)
     entries = keys // block_size  # of a tile
+    lag = tiling.stages - 1  # tiles on their way when the oldest is announced
 
     def body(*refs: Any, **scratch: Any) -> None:
         q, k, v, blocks, counts, lengths, tail_starts, out, lse = refs
@@ -38,17 +42,18 @@ def build(
         listed = lax.div(
             count + (entries - 1), entries
         )  # tiles of the list; then those of the tail
-        all_tiles = listed + lax.div(length + tokens - tail_start + (keys - 1), keys)
+        tail_base = lax.div(tail_start, ALIGNED) * ALIGNED
+        all_tiles = listed + lax.div(length + tokens - tail_base + (keys - 1), keys)
         share = lax.div(all_tiles + (parts - 1), parts)
         begin = part * share
         steps = jnp.maximum(jnp.minimum(begin + share, all_tiles) - begin, 0)
         whole = jnp.clip(lax.div(count, entries) - begin, 0, steps)
-        registers, few_registers = tiling.registers
 
         def tail(tile: Any) -> tuple[Any, Any]:
             """The cache row that a tile of the tail begins at, and the first that it is to add."""
-            first = tail_start + (begin + tile - listed) * keys
-            return jnp.clip(first, 0, cache_rows - keys), first  # the last tile may reach back
+            first = tail_base + (begin + tile - listed) * keys
+            start = jnp.clip(first, 0, cache_rows - keys)  # the last tile may reach back
+            return start, jnp.maximum(first, tail_start)
 
         def bounds(tile: Any) -> tuple[Any, Any, Any]:
             """First key of a tile that counts, end of those, and by how much a later token's is."""
@@ -72,7 +77,7 @@ def build(
 
         @pl.when(warpgroup < tiling.compute_warpgroups)
         def _compute() -> None:
-            plgpu.set_max_registers(registers, action="increase")
+            plgpu.set_max_registers(tiling.compute_registers, action="increase")
 
             @pl.when(warpgroup == 0)
             def _() -> None:
@@ -93,20 +98,55 @@ def build(
                 is_listed, listed_block * block_size, tail(tile)[0] + entry * block_size
             )
 
+        def aligned(row: Any) -> Any:
+            return row if block_size < ALIGNED else pl.multiple_of(row, ALIGNED)
+
         def copy_blocks(tile: Any, stage: Any) -> None:
             rows = [row_of(tile, entry) for entry in range(entries)]  # all reads, then all copies
             for source, name in ((k, "k"), (v, "v")):
                 for entry, row in enumerate(rows):
                     plgpu.copy_gmem_to_smem(
-                        source.at[b, h, pl.ds(row, block_size)],
+                        source.at[b, h, pl.ds(aligned(row), block_size)],
                         scratch[name].at[stage, pl.ds(entry * block_size, block_size)],
                         scratch[f"{name}_ready"].at[stage],
                     )
 
+        def gather_rows(tile: Any, stage: Any) -> None:
+            is_listed = begin + tile < listed
+            place = jnp.where(is_listed, (begin + tile) * keys, 0)
+            of_list = (b * lists + (h if lists > 1 else 0)) * most_entries
+            gather(
+                (k, v),
+                (scratch["k"].at[stage], scratch["v"].at[stage]),
+                blocks,
+                (b * kv_heads + h) * cache_rows,
+                of_list + place,
+                of_list + jnp.maximum(count - 1, 0),
+                jnp.where(is_listed, -1, tail(tile)[0]),
+                rows=keys,
+                head_dim=tiling.head_dim,
+            )
+
+            @pl.when(tile >= lag)
+            def _() -> None:
+                wait(lag)
+                announce(tile - lag)
+
+        def finish_gathering() -> None:
+            wait(0)
+            pl.loop(jnp.maximum(steps - lag, 0), steps)(announce)
+
+        def announce(tile: Any) -> None:
+            for name in ("k_ready", "v_ready"):
+                plgpu.barrier_arrive(scratch[name].at[lax.rem(tile, tiling.stages)])
+
         @pl.when(warpgroup == tiling.compute_warpgroups)
         def _memory() -> None:
-            plgpu.set_max_registers(few_registers, action="decrease")
-            tiles.fill(tiling, scratch, steps, copy_blocks)
+            plgpu.set_max_registers(tiling.memory_registers, action="decrease")
+            if not by_threads:
+                tiles.fill(tiling, scratch, steps, copy_blocks)
+                return
+            tiles.fill(tiling, scratch, steps, gather_rows, finish_gathering)
 
     return plgpu.kernel(
         body,

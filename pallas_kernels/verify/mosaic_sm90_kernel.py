@@ -139,7 +139,6 @@ def build(
         begin = first + part * share
         steps = jnp.maximum(jnp.minimum(begin + share, last) - begin, 0)
         whole = 0 if window is not None else jnp.clip(lax.div(length + 1, keys) - begin, 0, steps)
-        registers, few_registers = tiling.registers
 
         def visible(tile: Any, half: Any) -> Any:
             shape = (ROWS, keys)
@@ -154,7 +153,7 @@ def build(
 
         @pl.when(warpgroup < tiling.compute_warpgroups)
         def _compute() -> None:
-            plgpu.set_max_registers(registers, action="increase")
+            plgpu.set_max_registers(tiling.compute_registers, action="increase")
 
             @pl.when(warpgroup == 0)
             def _() -> None:
@@ -189,7 +188,7 @@ def build(
 
         @pl.when(warpgroup == tiling.compute_warpgroups)
         def _memory() -> None:
-            plgpu.set_max_registers(few_registers, action="decrease")
+            plgpu.set_max_registers(tiling.memory_registers, action="decrease")
             slot = ref["slots"][b]
 
             def load(tile: Any, stage: Any) -> None:
