@@ -11,10 +11,11 @@ from pallas_kernels.checks import (
     require_shape,
 )
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.verify import reference, xla
+from pallas_kernels.verify import reference, triton, xla
 from pallas_kernels.verify.key_scores import SCORE_MODES, SCORES, KeyScores
 
 IMPLEMENTATIONS = {
+    "triton": Implementation(triton.verify_attention, triton.refuses),
     "xla": Implementation(xla.verify_attention),
     "reference": Implementation(reference.verify_attention),
 }
