@@ -1,14 +1,31 @@
-"""Runs the ops' Triton kernels on the CPU, in Triton's interpreter, under JAX's transformations.
+"""Runs the ops' Triton kernels on the CPU, in Triton's interpreter, inside JAX programs.
 
-Import it before anything imports Triton, which reads the variable below when it defines a function.
+Importing this skips the importing test module where there is no Triton, or a GPU that needs the
+kernels compiled. It must come before Triton, which reads the variable below when it defines a
+function. The interpreter has no bfloat16 products: test with float16.
 """
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"
-
 import jax
 import numpy as np
+import pytest
+
+if jax.default_backend() == "gpu":
+    pytest.skip("a GPU runs the kernels themselves", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+patch_tensor = interpreter._patch_lang_tensor
+
+
+def patch_tensor_for_numpy_2(tensor, scope):
+    """Triton 3.6 takes int(x) of arrays of one element, which NumPy has deprecated."""
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = patch_tensor_for_numpy_2
 
 
 class HostTensor:
