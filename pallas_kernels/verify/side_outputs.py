@@ -1,8 +1,8 @@
 """From what a kernel writes of each key while it attends to the scores of the keys.
 
-A kernel goes through a sequence's keys in tiles and does not know a row's log-sum-exp before the
-end. It packs the rows that score first (`splits.token_order` of `KeyScores.rows`), and writes
-either of the two forms below. What it leaves unwritten, past a sequence's keys, may hold anything.
+A kernel goes through a sequence's keys once and does not know a row's log-sum-exp before the end.
+It packs the rows that score first (`splits.token_order` of `KeyScores.rows`) and writes one of the
+forms below. What it leaves unwritten, past a sequence's keys, may hold anything.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ def scores_from_logits(
     """Scores in mode "logit".
 
     Args:
-      logits: scaled, averaged over each KV head's group; E is 1 where `average_rows`, for the mean
-        over the rows too, else one for each row.
+      logits: of each key, scaled, averaged over each KV head's group; E is 1 where `average_rows`,
+        for the mean over the rows that score too, else one for each of them.
       key_scores: how keys are scored.
       lengths: keys before the query tokens, see `verify_attention`.
     """
@@ -32,35 +32,34 @@ def scores_from_logits(
     return key_scores.mask(scores, lengths)
 
 
-def scores_from_weights(
-    weights: Float[Array, "b K R C"],
-    peaks: Float[Array, "b K tiles R"],
+def scores_from_log_sums(
+    log_sums: Float[Array, "b K R S/summed"],
     lse: Float[Array, "b T H"],
     key_scores: KeyScores,
     lengths: Int[Array, " b"],
     summed: int,
-    cache_rows: int,
 ) -> Float[Array, "b *rest S/block"]:
     """Scores in mode "weight".
 
     Args:
-      weights: for each packed row and each run of `summed` keys, the sum of exp2(logit - peak), the
-        logits to base 2; of all rows or, at least, those that score, and of whole tiles of keys.
-      peaks: the number that a row's weights in a tile are relative to, a logit to base 2.
-      lse: log-sum-exp of each row's logits (and sink) to base e.
+      log_sums: log-sum-exp to base 2 of the logits of each run of `summed` keys, for the packed
+        rows that score and perhaps others after them.
+      lse: log-sum-exp to base e of each row's logits (and sink).
       key_scores: how keys are scored.
       lengths: keys before the query tokens, see `verify_attention`.
-      summed: divides the block of `key_scores` and a tile's keys.
-      cache_rows: S.
+      summed: divides the block of `key_scores`; 1 for the logits themselves.
     """
-    batch, kv_heads, tiles, _ = peaks.shape
-    tokens = len(key_scores.rows)
-    row_lse = jnp.stack([lse[:, t] for t in key_scores.rows], axis=1)  # [b, R, H]
-    row_lse = row_lse.reshape(batch, tokens, kv_heads, -1).swapaxes(1, 2) * LOG2_E
-    scored = tokens * row_lse.shape[3]
-    peaks = peaks[..., :scored].swapaxes(2, 3).reshape(*row_lse.shape, tiles)
-    factor = jnp.exp2(peaks - row_lse[..., None]) / summed
-    weights = weights[:, :, :scored].astype(jnp.float32).reshape(*row_lse.shape, tiles, -1)
-    means = (weights * factor[..., None]).reshape(*row_lse.shape, -1)
+    row_lse = scoring_rows(lse, key_scores, log_sums.shape[1]) * LOG2_E
+    scored = row_lse.shape[2] * row_lse.shape[3]
+    log_sums = log_sums[:, :, :scored].reshape(*row_lse.shape, -1)
+    means = jnp.exp2(log_sums - row_lse[..., None]) / summed
     coarse = dataclasses.replace(key_scores, block=key_scores.block // summed)
-    return key_scores.mask(coarse.average(means[..., : cache_rows // summed]), lengths)
+    return key_scores.mask(coarse.average(means), lengths)
+
+
+def scoring_rows(
+    x: Float[Array, "b T H"], key_scores: KeyScores, kv_heads: int
+) -> Float[Array, "b K R G"]:
+    """A number of each query token and head, for those tokens that score."""
+    chosen = jnp.stack([x[:, t] for t in key_scores.rows], axis=1)
+    return chosen.reshape(*chosen.shape[:2], kv_heads, -1).swapaxes(1, 2)

@@ -1,13 +1,13 @@
 """`verify_attention` for NVIDIA GPUs from Ampere to Hopper: a Triton kernel.
 
 A program attends for one KV head to one of several parts of a sequence's keys; the parts are joined
-afterwards. For key scores it also writes, in float32, what is least in each mode:
+afterwards. For key scores it also writes, in float32, the least that can be written:
 
-- mode "logit": the mean of the scored rows' logits, one number a key and KV head (or, for "each", a
+- mode "logit": the mean of the scored rows' logits, one number a key and KV head (for "each", a
   key, KV head and token).
 - mode "weight": a row's weights need the row's log-sum-exp, which is known only at the end, so each
-  scored row is kept apart: weights relative to the row's running maximum, added up over as many
-  neighbouring keys of a block as divide a tile, and that maximum for each tile.
+  scored row is kept apart: its logits, or their log-sum-exps over as many neighbouring keys of a
+  block as divide a tile.
 """
 
 import math
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import splits
 from pallas_kernels.triton_calls import KEYS, Config, launch, refuses_attention, token_of_packed_row
 from pallas_kernels.verify.key_scores import KeyScores
-from pallas_kernels.verify.side_outputs import scores_from_logits, scores_from_weights
+from pallas_kernels.verify.side_outputs import scores_from_log_sums, scores_from_logits
 
 
 def refuses(q: Array, k: Array, *rest: object) -> str | None:
@@ -58,21 +58,17 @@ def verify_attention(
 
     outputs = [float32(config.parts, packed, head_dim), float32(config.parts, packed)]
     tiles = -(-cache_rows // KEYS)
-    scored, entries, summed = 0, 1, 1
-    absent: dict[str, None] = {}
-    if key_scores is None:
-        absent = {"scores_ptr": None, "peaks_ptr": None}
-    elif key_scores.mode == "logit":
-        absent = {"peaks_ptr": None}
+    scored, entries, summed = 0, None, None
+    if key_scores is not None:
         scored = len(key_scores.rows) * group
-        entries = 1 if key_scores.average_rows else len(key_scores.rows)
-        outputs += [float32(entries, tiles * KEYS)]
-    else:
-        scored = len(key_scores.rows) * group
-        summed = math.gcd(key_scores.block, KEYS)
-        outputs += [float32(scored, tiles * KEYS // summed), float32(tiles, scored)]
+        if key_scores.mode == "logit":
+            entries = 1 if key_scores.average_rows else len(key_scores.rows)
+            outputs.append(float32(entries, tiles * KEYS))
+        else:
+            summed = math.gcd(key_scores.block, KEYS)
+            outputs.append(float32(scored, tiles * KEYS // summed))
 
-    out, lse, *side = launch(
+    out, lse, *scores = launch(
         verify_kernel,
         (rows, k, v, lengths, slots, token_of_packed_row(order, group, config.row_tile)),
         outputs,
@@ -93,14 +89,13 @@ def verify_attention(
         SCORED=scored,
         ENTRIES=entries,
         SUMMED=summed,
-        **absent,
+        **({"scores_ptr": None} if key_scores is None else {}),
     )
     out, lse = splits.combine(out, lse, order, group, sinks, q.dtype)
     if key_scores is None:
         return out, lse, None
-    if key_scores.mode == "logit":
-        (logits,) = side
-        return out, lse, scores_from_logits(logits[..., :cache_rows], key_scores, lengths)
-    weights, peaks = side
-    scores = scores_from_weights(weights, peaks, lse, key_scores, lengths, summed, cache_rows)
-    return out, lse, scores
+    (written,) = scores
+    if summed is None:
+        return out, lse, scores_from_logits(written[..., :cache_rows], key_scores, lengths)
+    written = written[..., : cache_rows // summed]
+    return out, lse, scores_from_log_sums(written, lse, key_scores, lengths, summed)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_softmax import LOWEST, accumulate, store_part
+from pallas_kernels.triton_softmax import LOWEST, TINY, accumulate, store_part
 
 
 @triton.jit
@@ -16,8 +16,7 @@ def verify_kernel(
     tokens_ptr,  # [ROW_TILE], the query token of each packed row
     out_ptr,  # [b, K, PARTS, ROWS, D]
     lse_ptr,  # [b, K, PARTS, ROWS]
-    scores_ptr,  # logits [b, K, ENTRIES, S'] or weights [b, K, SCORED, S' / SUMMED]; None: neither
-    peaks_ptr,  # [b, K, S' / KEYS, SCORED]; None unless weights are written
+    scores_ptr,  # logits [b, K, ENTRIES, S'], log-sum-exps [b, K, SCORED, S' / SUMMED], or None
     KV_HEADS: tl.constexpr,
     CACHE_ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -30,8 +29,8 @@ def verify_kernel(
     LOG2_E: tl.constexpr,
     WINDOW: tl.constexpr,  # None: every key below a query
     SCORED: tl.constexpr,  # the first so many rows score the keys
-    ENTRIES: tl.constexpr,  # logits are averaged over the scored rows in so many runs
-    SUMMED: tl.constexpr,  # neighbouring keys whose weights are added up
+    ENTRIES: tl.constexpr,  # runs of scored rows of which mean logits are written; or None
+    SUMMED: tl.constexpr,  # neighbouring keys of which log-sum-exps are written; or None
 ):
     """Attends for one KV head of one sequence to one part of its keys; S' is whole tiles of S."""
     h, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -68,23 +67,25 @@ def verify_kernel(
         visible = key[None, :] <= position[:, None]
         if WINDOW is not None:
             visible &= key[None, :] > position[:, None] - WINDOW
-        weights, peak, total, acc = accumulate(
-            products * (SCALE * LOG2_E), visible, values, peak, total, acc
-        )
+        logits = products * (SCALE * LOG2_E)
+        weights, peak, total, acc = accumulate(logits, visible, values, peak, total, acc)
+
         tiles = tl.cdiv(CACHE_ROWS, KEYS)
-        if peaks_ptr is not None:
-            sums = tl.sum(tl.reshape(weights, (ROW_TILE, KEYS // SUMMED, SUMMED)), axis=2)
-            column = tile * (KEYS // SUMMED) + tl.arange(0, KEYS // SUMMED)
-            line = (head * SCORED + row) * (tiles * (KEYS // SUMMED))
-            scored = row < SCORED
-            tl.store(scores_ptr + line[:, None] + column[None, :], sums, mask=scored[:, None])
-            tl.store(peaks_ptr + (head * tiles + tile) * SCORED + row, peak, mask=scored)
-        elif scores_ptr is not None:
+        if ENTRIES is not None:
             run: tl.constexpr = SCORED // ENTRIES
             for entry in tl.static_range(ENTRIES):
                 mine = (row // run == entry)[:, None]
                 mean = tl.sum(tl.where(mine, products, 0.0), axis=0) * (SCALE / run)
                 tl.store(scores_ptr + (head * ENTRIES + entry) * (tiles * KEYS) + key, mean)
+        if SUMMED is not None:
+            log_sums = logits
+            if SUMMED > 1:
+                sums = tl.sum(tl.reshape(weights, (ROW_TILE, KEYS // SUMMED, SUMMED)), axis=2)
+                log_sums = peak[:, None] + tl.log2(tl.maximum(sums, TINY))
+            columns: tl.constexpr = KEYS // SUMMED
+            line = (head * SCORED + row[:, None]) * (tiles * columns)
+            column = tile * columns + tl.arange(0, columns)[None, :]
+            tl.store(scores_ptr + line + column, log_sums, mask=row[:, None] < SCORED)
 
     part_row = (head * PARTS + part) * ROWS
     out_ptr += part_row * D
