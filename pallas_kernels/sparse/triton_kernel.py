@@ -68,9 +68,8 @@ def sparse_kernel(
         keys = tl.load(k_ptr + cell, mask=readable, other=0.0)
         values = tl.load(v_ptr + cell, mask=readable, other=0.0)
         logits = tl.dot(q, tl.trans(keys)) * TO_LOG2
-        # Listed blocks lie below every query; past the tail's end no query stands.
+        # What is listed lies below every query; where no key is left, `cache_row` is past them all.
         visible = in_list[None, :] | (cache_row[None, :] <= position[:, None])
-        visible &= (key < keys_seen)[None, :]
         _, peak, total, acc = accumulate(logits, visible, values, peak, total, acc)
 
     part_row = (head * PARTS + part) * ROWS
