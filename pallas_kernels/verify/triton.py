@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import splits
 from pallas_kernels.triton_calls import KEYS, Config, launch, refuses_attention, token_of_packed_row
 from pallas_kernels.verify.key_scores import KeyScores
-from pallas_kernels.verify.side_outputs import scores_from_log_sums, scores_from_logits
+from pallas_kernels.verify.side_outputs import scores_from_log_sums, scores_from_means
 
 
 def refuses(q: Array, k: Array, *rest: object) -> str | None:
@@ -96,6 +96,6 @@ def verify_attention(
         return out, lse, None
     (written,) = scores
     if summed is None:
-        return out, lse, scores_from_logits(written[..., :cache_rows], key_scores, lengths)
+        return out, lse, scores_from_means(written[..., :cache_rows], key_scores, lengths)
     written = written[..., : cache_rows // summed]
     return out, lse, scores_from_log_sums(written, lse, key_scores, lengths, summed)
