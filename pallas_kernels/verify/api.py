@@ -11,10 +11,13 @@ from pallas_kernels.checks import (
     require_shape,
 )
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.verify import reference, xla
+from pallas_kernels.verify import mosaic_sm90, reference, triton, xla
 from pallas_kernels.verify.key_scores import SCORE_MODES, SCORES, KeyScores
 
 IMPLEMENTATIONS = {
+    "mosaic_gpu": Implementation(mosaic_sm90.verify_attention, mosaic_sm90.refuses),
+    "interpret": Implementation(mosaic_sm90.emulate, mosaic_sm90.refuses),
+    "triton": Implementation(triton.verify_attention, triton.refuses),
     "xla": Implementation(xla.verify_attention),
     "reference": Implementation(reference.verify_attention),
 }
@@ -67,8 +70,8 @@ def verify_attention(
 
     Returns:
       out: in q's dtype.
-      lse: log-sum-exp of each row's scaled logits (and sink), float32; partial results over different keys
-        combine by it, as in Flash-Decoding.
+      lse: log-sum-exp of each row's scaled logits (and sink), float32; partial results over
+        different keys combine by it, as in Flash-Decoding.
       key_scores: float32 [b, S/score_block], or [b, K, S/score_block] if per_kv_head; for "each"
         with a T axis after b; None without `scores`. They are of the blocks below lengths+1, which
         every query sees, and 0 elsewhere.
