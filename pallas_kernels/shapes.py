@@ -75,7 +75,9 @@ class SelectShape:
 SIZES = ((1, 128 * 1024), (4, 96 * 1024), (8, 32 * 1024), (32, 10 * 1024))  # B, S
 TOKENS = (1, 7)  # T: a plain step, and six drafts verified
 
-CACHES = tuple(CacheShape(h, *size) for h, size in itertools.product((QWEN3_8B, GPT_OSS_20B), SIZES))
+CACHES = tuple(
+    CacheShape(h, *size) for h, size in itertools.product((QWEN3_8B, GPT_OSS_20B), SIZES)
+)
 SPARSE_KEYS = 2304  # a sequence: 7% of 32K, in whole blocks of 64
 SPARSE_TAIL = 20  # rows
 SPARSE_BLOCKS = (64, 32, 16, 8, 1)
@@ -83,7 +85,7 @@ SPARSE_CACHES = (
     *(shape for shape in CACHES if shape.heads == QWEN3_8B and shape.batch <= 8),
     CacheShape(GPT_OSS_20B, 8, 32 * 1024),
 )
-SELECTIONS = (
+SELECTIONS: tuple[SelectShape, ...] = (
     SelectShape(36, 8, 32 * 1024, 2304),
     SelectShape(1, 8, 32 * 1024, 2304),
     SelectShape(36, 4, 96 * 1024, 6912),
@@ -93,7 +95,7 @@ SELECTIONS = (
 
 # One of each, for a quick look.
 QUICK_CACHE = CacheShape(QWEN3_8B, 8, 32 * 1024)
-QUICK_SELECTIONS = (SELECTIONS[0], SELECTIONS[3])
+QUICK_SELECTIONS: tuple[SelectShape, ...] = (SELECTIONS[0], SELECTIONS[3])
 
 # For machines without an accelerator: the same groups of heads and the same tail.
 SMALL_CACHE = CacheShape(Heads("Qwen3-8B / 4", query=8, kv=2, dim=128), 2, 2048)

@@ -1,9 +1,9 @@
-"""What is common to the ops' tables: compiling, checking and timing one row after another."""
+"""What is common to the ops' tables: compiling, checking and timing their rows."""
 
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -15,11 +15,11 @@ from pallas_kernels.dispatch import Implementation, lacks
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What the rows are measured against.
+    """What the rows are measured on.
 
     Attributes:
       bandwidth: bytes per second that it copies, read plus written.
-      small: whether it has no accelerator, so that only a small shape runs.
+      small: whether it has no GPU, so that only a small shape runs.
       threads: that compile at once.
     """
 
@@ -40,11 +40,6 @@ class Check:
     error: float
     right: bool
 
-    @property
-    def text(self) -> str:
-        """As it stands in a table."""
-        return f"{self.error:.2g}" if self.right else f"WRONG: {self.error:.2g}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -52,21 +47,42 @@ class Case:
 
     Attributes:
       kernels: the implementation's name, or a peer's.
-      labels: further cells that tell the row from others.
+      label: tells the row from the others of its implementation.
       call: see `timing.looped`.
-      rotation: inputs to time.
-      check_rotation: inputs to check with.
-      check: compares the outputs of the last call.
+      check: compares the outputs of a last call with what the group expects.
+      layout: of its inputs, see `Group`.
       peer: is not ours: that it cannot run is printed and no more.
     """
 
     kernels: str
-    labels: tuple[str, ...]
+    label: str
     call: timing.Call
-    rotation: timing.Rotation
-    check_rotation: timing.Rotation
-    check: Callable[[Any], Check]
+    check: Callable[[Any, Any], Check]
+    layout: str = ""
     peer: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Rows that share inputs.
+
+    Attributes:
+      names: what its rows begin with.
+      prepare: makes, by layout, a rotation to check with and a rotation of the same shapes to time.
+      expect: what the reference makes of what `prepare` gives; traceable.
+      read_bytes: that a call cannot but read.
+      cases: the rows.
+    """
+
+    names: tuple[str, ...]
+    prepare: Callable[[], dict[str, tuple[timing.Rotation, timing.Rotation]]]
+    expect: Callable[[Any], Any]
+    read_bytes: int
+    cases: list[Case]
+
+    def floor(self, machine: Machine) -> float:
+        """The fewest seconds a call may take."""
+        return self.read_bytes / machine.bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +90,6 @@ class Outcome:
     """What came of a case.
 
     Attributes:
-      case: which.
       seconds: a call takes; None if it did not run.
       check: None if it did not run.
       output_bytes: what a call writes.
@@ -82,24 +97,26 @@ class Outcome:
       failed: whether the bench fails with it.
     """
 
-    case: Case
     seconds: float | None = None
     check: Check | None = None
     output_bytes: int = 0
     problem: str = ""
     failed: bool = False
 
-    def cells(self, read_bytes: int, machine: Machine) -> list[str]:
+    def cells(self, group: Group, machine: Machine) -> list[str]:
         """Microseconds, TB/s, its fraction of the copy's, and the error; or what went wrong."""
         if self.seconds is None or self.check is None:
             return ["-", "-", "-", self.problem]
-        rate = (read_bytes + self.output_bytes) / self.seconds
+        rate = (group.read_bytes + self.output_bytes) / self.seconds
         return [
             f"{self.seconds * 1e6:.1f}",
             f"{rate / 1e12:.3f}",
             f"{rate / machine.bandwidth:.1%}",
-            self.check.text,
+            ("" if self.check.right else "WRONG: ") + f"{self.check.error:.2g}",
         ]
+
+
+COLUMNS = {"us": 8, "TB/s": 5, "of copy": 7, "error": 7}  # of `Outcome.cells`, with their widths
 
 
 def runnable(implementations: dict[str, Implementation]) -> list[str]:
@@ -124,45 +141,58 @@ def compare(outputs: Iterable[tuple[jax.Array, jax.Array, float]]) -> Check:
     return Check(max(errors), right)
 
 
-def measure(cases: list[Case], floor: float, machine: Machine) -> Iterator[Outcome]:
-    """Compiles all cases at once, then checks and times one after the other.
-
-    Args:
-      cases: on inputs of the same sizes.
-      floor: the fewest seconds that a call may take.
-      machine: that this runs on.
-    """
-    trips = timing.trips(floor)
-
-    def compile_case(case: Case) -> Any:
-        try:
-            run = jax.jit(timing.looped(case.call, trips))
-            return run.lower(jnp.float32(0), case.rotation).compile()
-        except Exception as error:
-            return error
-
+def measure(groups: list[Group], machine: Machine) -> Iterator[tuple[Group, Case, Outcome]]:
+    """Compiles everything first, then checks and times one case after another."""
     with ThreadPoolExecutor(machine.threads) as pool:
-        programs = list(pool.map(compile_case, cases))
-    for case, program in zip(cases, programs, strict=True):
-        yield _run(case, program, trips)
+        compiled = [_compile(group, machine, pool) for group in groups]
+    for group, (expect, programs) in zip(groups, compiled, strict=True):
+        inputs = group.prepare()
+        expected = expect.result()(inputs)
+        for case, program in zip(group.cases, programs, strict=True):
+            trips = timing.trips(group.floor(machine))
+            yield group, case, _run(case, program, inputs[case.layout], expected, trips)
+        del inputs, expected  # before the next group's are made
 
 
-def _run(case: Case, program: Any, trips: int) -> Outcome:
-    """Runs a compiled case; `program` may be what was raised instead."""
+def _compile(
+    group: Group, machine: Machine, pool: ThreadPoolExecutor
+) -> tuple[Future[Any], list[Future[Any]]]:
+    """The programs of the reference and of the cases, on their way."""
+    shapes = jax.eval_shape(group.prepare)
+    trips = timing.trips(group.floor(machine))
+
+    def reference() -> Any:
+        # It runs once: looking for its best matrix products would take longer.
+        options = {"xla_gpu_autotune_level": 0}
+        return jax.jit(group.expect).lower(shapes).compile(options)
+
+    def program(case: Case) -> Any:
+        run = jax.jit(timing.looped(case.call, trips))
+        return run.lower(jnp.float32(0), shapes[case.layout][0]).compile()
+
+    return pool.submit(reference), [pool.submit(program, case) for case in group.cases]
+
+
+def _run(
+    case: Case,
+    program: Future[Any],
+    inputs: tuple[timing.Rotation, timing.Rotation],
+    expected: Any,
+    trips: int,
+) -> Outcome:
+    to_check, to_time = inputs
+    zero = jnp.float32(0)
     try:
-        if isinstance(program, Exception):
-            raise program
-        outputs = jax.block_until_ready(program(jnp.float32(0), case.check_rotation))
-        check = case.check(outputs)
+        run = program.result()
+        outputs = run(zero, to_check)[-1]
+        check = case.check(outputs, expected)
         output_bytes = sum(x.nbytes for x in jax.tree.leaves(outputs))
-        del outputs
-        total = timing.seconds(lambda: program(jnp.float32(0), case.rotation))
+        total = timing.seconds(lambda: run(zero, to_time))
     except Exception as error:
         refused = isinstance(error, ValueError) and "with kernels=" in str(error)
         problem = one_line(str(error) if refused else f"{type(error).__name__}: {error}")
-        return Outcome(case, problem=problem, failed=not (refused or case.peer))
-    calls = trips * len(case.rotation)
-    return Outcome(case, total / calls, check, output_bytes, failed=not check.right)
+        return Outcome(problem=problem, failed=not (refused or case.peer))
+    return Outcome(total / (trips * len(to_time)), check, output_bytes, failed=not check.right)
 
 
 def one_line(message: str, most: int = 160) -> str:

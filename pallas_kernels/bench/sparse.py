@@ -1,16 +1,27 @@
 """The table of `sparse_attention`: a draft step over listed blocks and a tail."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels import shapes, sparse_attention
 from pallas_kernels.bench import timing
-from pallas_kernels.bench.cases import Case, Check, Machine, compare, measure, runnable
+from pallas_kernels.bench.cases import (
+    COLUMNS,
+    Case,
+    Check,
+    Group,
+    Machine,
+    compare,
+    measure,
+    runnable,
+)
 from pallas_kernels.bench.table import Table
-from pallas_kernels.bench.verify import TOLERANCES, random_attention
+from pallas_kernels.bench.verify import TOLERANCES, normal
 from pallas_kernels.shapes import CacheShape
 from pallas_kernels.sparse.api import IMPLEMENTATIONS
 
@@ -26,55 +37,72 @@ def run(machine: Machine, quick: bool) -> bool:
         keys = shapes.SMALL_KEYS
     print(f"{keys} keys a sequence in lists of blocks, and a tail of {shapes.SPARSE_TAIL}.\n")
     table = Table(
-        {
-            "heads": 12,
-            "B x S": 8,
-            "block": 2,
-            "implementation": 14,
-            "floor us": 6,
-            "us": 8,
-            "TB/s": 5,
-            "of copy": 7,
-            "error": 7,
-        }
+        {"heads": 12, "B x S": 8, "implementation": 14, "block": 2, "floor us": 5} | COLUMNS
     )
-    return all([table_of(table, cache, keys, machine) for cache in caches])
-
-
-def table_of(table: Table, cache: CacheShape, keys: int, machine: Machine) -> bool:
-    """Prints the rows of one shape; whether they are all right."""
-    q, k, v = random_attention(cache, tokens=1)
-    read = cache.bytes(keys + shapes.SPARSE_TAIL) + q.nbytes
-    floor = read / machine.bandwidth
-    last_trip = timing.trips(floor) - 1
-    # A step's own row counts in the tail. No list reaches it: see `disjoint_lists`.
-    lengths = jnp.asarray(cache.rows - 1 - np.arange(cache.batch) % 8, jnp.int32)
-    names = runnable(IMPLEMENTATIONS)
-
-    cases = []
-    for block in shapes.SPARSE_BLOCKS:
-        lists = disjoint_lists(cache, keys, block)
-        size = lists.shape[2]
-        counts = jnp.full((cache.batch,), size, jnp.int32)
-        ragged = jnp.arange(1, cache.batch + 1, dtype=jnp.int32) * size // cache.batch
-        expected = reference(
-            q, k, v, lists[last_trip % len(lists)], ragged, lengths, block_size=block
-        )
-        inputs, checked = (q, k, v, lists, counts, lengths), (q, k, v, lists, ragged, lengths)
-        for kernels in names:
-            call = functools.partial(attend, block_size=block, kernels=kernels)
-            check = functools.partial(check_outputs, expected=expected)
-            cases.append(Case(kernels, (str(block),), call, [inputs], [checked], check))
-
     right = True
-    for outcome in measure(cases, floor, machine):
-        first = [cache.heads.model, cache.size, *outcome.case.labels, outcome.case.kernels]
-        table.row([*first, f"{floor * 1e6:.1f}", *outcome.cells(read, machine)])
+    groups = [group_of(cache, keys, machine) for cache in caches]
+    for group, case, outcome in measure(groups, machine):
+        floor = f"{group.floor(machine) * 1e6:.1f}"
+        first = [*group.names, case.kernels, case.label, floor]
+        table.row(first + outcome.cells(group, machine))
         right &= not outcome.failed
     return right
 
 
-def disjoint_lists(cache: CacheShape, keys: int, block_size: int) -> jax.Array:
+def group_of(cache: CacheShape, keys: int, machine: Machine) -> Group:
+    """The rows of one shape, in blocks of all sizes."""
+    heads, batch = cache.heads, cache.batch
+
+    def prepare() -> dict[str, Any]:
+        q = normal(0, (batch, 1, heads.query, heads.dim)) * 3  # logits of about 3
+        k, v = normal(1, cache.shape), normal(2, cache.shape)
+        # No list reaches a tail: see `disjoint_lists`.
+        lengths = jnp.asarray(cache.rows - 1 - np.arange(batch) % 8, jnp.int32)
+        inputs = {}
+        for block in shapes.SPARSE_BLOCKS:
+            lists = jnp.asarray(disjoint_lists(cache, keys, block))
+            full = jnp.full((batch,), keys // block, jnp.int32)
+            ragged = jnp.arange(1, batch + 1, dtype=jnp.int32) * (keys // block) // batch
+            inputs[str(block)] = (
+                [(q, k, v, lists, ragged, lengths)],
+                [(q, k, v, lists, full, lengths)],
+            )
+        return inputs
+
+    def expect(inputs: Any) -> dict[str, Any]:
+        """By single positions, whatever the size of the blocks."""
+        positions, counts = [], []
+        for block in shapes.SPARSE_BLOCKS:
+            q, k, v, lists, ragged, lengths = inputs[str(block)][0][0]
+            last = lists[(trips - 1) % len(lists)]
+            rows = last[..., None] * block + jnp.arange(block, dtype=jnp.int32)[None, None]
+            positions.append(rows.reshape(1, batch, keys))
+            counts.append(ragged * block)
+
+        def one(listed: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+            sequence = (q, k, v, *listed, lengths)
+            zeros = (jnp.int32(0), jnp.float32(0))
+            return attend(*zeros, *sequence, block_size=1, kernels="reference")
+
+        found = lax.map(one, (jnp.stack(positions), jnp.stack(counts)))
+        blocks = enumerate(shapes.SPARSE_BLOCKS)
+        return {
+            str(block): jax.tree.map(lambda x, place=place: x[place], found)
+            for place, block in blocks
+        }
+
+    read = cache.bytes(keys + shapes.SPARSE_TAIL) + 2 * batch * heads.query * heads.dim
+    trips = timing.trips(read / machine.bandwidth)
+    cases = []
+    for kernels in runnable(IMPLEMENTATIONS):
+        for block in shapes.SPARSE_BLOCKS:
+            call = functools.partial(attend, block_size=block, kernels=kernels)
+            compared = functools.partial(check, block=block)
+            cases.append(Case(kernels, str(block), call, compared, layout=str(block)))
+    return Group((heads.model, cache.size), prepare, expect, read, cases)
+
+
+def disjoint_lists(cache: CacheShape, keys: int, block_size: int) -> np.ndarray:
     """Lists [L, B, N] of blocks that have none in common, nor a row with any sequence's tail."""
     size = keys // block_size
     blocks = (cache.rows - 64) // block_size
@@ -82,7 +110,7 @@ def disjoint_lists(cache: CacheShape, keys: int, block_size: int) -> jax.Array:
     rng = np.random.default_rng(0)
     order = rng.permuted(np.tile(np.arange(blocks, dtype=np.int32), (cache.batch, 1)), axis=1)
     lists = order[:, : count * size].reshape(cache.batch, count, size).swapaxes(0, 1)
-    return jnp.asarray(np.sort(lists, axis=2))
+    return np.sort(lists, axis=2)
 
 
 def attend(
@@ -99,7 +127,7 @@ def attend(
     kernels: str,
 ) -> dict[str, jax.Array]:
     """One call, see `timing.looped`; each trip has another list."""
-    blocks = jax.lax.dynamic_index_in_dim(lists, trip % len(lists), keepdims=False)
+    blocks = lax.dynamic_index_in_dim(lists, trip % len(lists), keepdims=False)
     out, lse = sparse_attention(
         q + nudge.astype(q.dtype),
         k,
@@ -115,34 +143,8 @@ def attend(
     return {"out": out, "lse": lse}
 
 
-@functools.partial(jax.jit, static_argnames="block_size")
-def positions(blocks: jax.Array, *, block_size: int) -> jax.Array:
-    """The rows [B, N * block_size] of blocks [B, N]."""
-    offsets = jnp.arange(block_size, dtype=jnp.int32)[None, None]
-    return (blocks[..., None] * block_size + offsets).reshape(len(blocks), -1)
-
-
-def reference(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    blocks: jax.Array,
-    counts: jax.Array,
-    lengths: jax.Array,
-    *,
-    block_size: int,
-) -> dict[str, jax.Array]:
-    """Outputs by single positions, whatever the size of the blocks: one program for all."""
-    lists = positions(blocks, block_size=block_size)[None]
-    return attend_to_positions(q, k, v, lists, counts * block_size, lengths)
-
-
-@jax.jit
-def attend_to_positions(*inputs: jax.Array) -> dict[str, jax.Array]:
-    """The reference's outputs for one list of single positions."""
-    return attend(jnp.int32(0), jnp.float32(0), *inputs, block_size=1, kernels="reference")
-
-
-def check_outputs(outputs: dict[str, jax.Array], expected: dict[str, jax.Array]) -> Check:
+def check(outputs: dict[str, jax.Array], expected: Any, block: int) -> Check:
     """Compares all outputs."""
-    return compare((outputs[name], value, TOLERANCES[name]) for name, value in expected.items())
+    return compare(
+        (value, expected[str(block)][name], TOLERANCES[name]) for name, value in outputs.items()
+    )

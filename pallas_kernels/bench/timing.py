@@ -1,5 +1,6 @@
-"""Device time of an op: dependent calls in one compiled loop, over inputs that do not stay in L2."""
+"""Device time of an op: dependent calls in one compiled loop."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,45 +14,47 @@ Call = Callable[..., Any]  # (trip, nudge, *inputs) -> outputs
 Rotation = Sequence[tuple[Any, ...]]  # inputs of one shape after another
 
 
-def looped(call: Call, trips: int) -> Callable[[jax.Array, Rotation], Any]:
+def looped(call: Call, trips: int) -> Callable[[jax.Array, Rotation], list[Any]]:
     """Dependent calls of an op in one program.
 
     A trip calls the op once for each element of the rotation. `call` gets the trip's number and a
     float32 scalar to add to an input: it is 0 times the first number of the previous outputs, where
     0 is an argument of the program, so that no call can begin before the previous one has ended,
-    and no compiler can know it. Outputs are carried through the loop: all of each is computed.
+    and no compiler can know it. All outputs are carried through the loop: none can be left out.
 
     Args:
       call: the op.
       trips: static, as it is for XLA: with a traced number the host would decide about each trip.
 
     Returns:
-      A function of that 0, float32, and of the rotation, which gives the last call's outputs.
+      A function of that 0, float32, and of the rotation, which gives the last trip's outputs.
     """
 
-    def run(zero: jax.Array, rotation: Rotation) -> Any:
-        def body(trip: jax.Array, outputs: Any) -> Any:
+    def run(zero: jax.Array, rotation: Rotation) -> list[Any]:
+        def body(trip: jax.Array, carried: list[Any]) -> list[Any]:
+            outputs = carried[-1]
+            found = []
             for inputs in rotation:
                 first = jax.tree.leaves(outputs)[0].ravel()[0]
-                nudge = zero * first.astype(jnp.float32)
                 # What an op does to an input that is the same each time must not leave the loop.
-                inputs, nudge = lax.optimization_barrier((inputs, nudge))
-                outputs = call(trip, nudge, *inputs)
-            return outputs
+                inputs, _ = lax.optimization_barrier((inputs, trip))
+                outputs = call(trip, zero * first.astype(jnp.float32), *inputs)
+                found.append(outputs)
+            return found
 
         shapes = jax.eval_shape(call, jnp.int32(0), zero, *rotation[0])
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return lax.fori_loop(0, trips, body, start)
+        return lax.fori_loop(0, trips, body, [start] * len(rotation))
 
     return run
 
 
 def trips(floor: float) -> int:
-    """Trips of a loop whose calls take `floor` seconds each at the least."""
+    """Trips of a loop whose calls take `floor` seconds each at the least; a power of two."""
     if jax.default_backend() == "cpu":
         return 2
     # About 15 ms, next to which starting the program and waiting for it is little.
-    return max(10, min(200, round(0.015 / (floor + 5e-6))))
+    return min(256, max(8, 2 ** round(math.log2(0.015 / (floor + 5e-6)))))
 
 
 def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
@@ -66,11 +69,16 @@ def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
 
 def loop_overhead() -> float:
     """Seconds a trip takes whose op does no more than to add the nudge to a step's queries."""
-    q = jnp.zeros((8, 1, 32, 128), jnp.bfloat16)
     count = trips(0.0)
-    run = jax.jit(looped(lambda trip, nudge, q: q + nudge.astype(q.dtype), count))
-    jax.block_until_ready(run(jnp.float32(0), [(q,)]))
-    return seconds(lambda: run(jnp.float32(0), [(q,)])) / count
+
+    def add(trip: jax.Array, nudge: jax.Array, q: jax.Array) -> dict[str, jax.Array]:
+        # The next nudge is of a number of its own: reading it from `q` would copy all of `q`.
+        return {"nudge": nudge + 1, "q": q + nudge.astype(q.dtype)}
+
+    run = jax.jit(looped(add, count))
+    rotation = [(jnp.zeros((8, 1, 32, 128), jnp.bfloat16),)]
+    jax.block_until_ready(run(jnp.float32(0), rotation))
+    return seconds(lambda: run(jnp.float32(0), rotation)) / count
 
 
 def copy_bandwidth(size: int) -> dict[str, float]:

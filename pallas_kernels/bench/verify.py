@@ -6,9 +6,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels import shapes, verify_attention
-from pallas_kernels.bench.cases import Case, Check, Machine, compare, measure, runnable
+from pallas_kernels.bench.cases import (
+    COLUMNS,
+    Case,
+    Check,
+    Group,
+    Machine,
+    compare,
+    measure,
+    runnable,
+)
 from pallas_kernels.bench.table import Table
 from pallas_kernels.shapes import CacheShape
 from pallas_kernels.verify.api import IMPLEMENTATIONS
@@ -20,7 +30,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "weight, blocks of 16": {"scores": "first+last", "score_mode": "weight", "score_block": 16},
     "weight, single keys": {"scores": "first+last", "score_mode": "weight"},
 }
-FEW_FORMS = ("none", "weight, blocks of 16")  # of implementations that "auto" does not prefer
+# Of implementations that "auto" does not prefer here: each takes seconds to compile.
+OTHER_FORMS = {"triton": ("none", "weight, blocks of 16"), "xla": ("none",)}
 # See `compare`: bfloat16 keeps 8 bits of a weight and of an output.
 TOLERANCES = {"out": 2e-2, "lse": 1e-3, "scores": 1e-2}
 
@@ -30,76 +41,75 @@ def run(machine: Machine, quick: bool) -> bool:
     caches = shapes.CACHES
     if machine.small or quick:
         caches = (shapes.SMALL_CACHE if machine.small else shapes.QUICK_CACHE,)
+    groups = [group_of(cache, tokens, machine) for cache in caches for tokens in shapes.TOKENS]
     table = Table(
-        {
-            "heads": 12,
-            "B x S": 8,
-            "T": 1,
-            "implementation": 14,
-            "scores": 20,
-            "us": 8,
-            "TB/s": 5,
-            "of copy": 7,
-            "error": 7,
-            "over none": 9,
-        }
+        {"heads": 12, "B x S": 8, "T": 1, "implementation": 14, "scores": 20, "over none": 9}
+        | COLUMNS
     )
-    return all([table_of(table, cache, t, machine) for cache in caches for t in shapes.TOKENS])
-
-
-def table_of(table: Table, cache: CacheShape, tokens: int, machine: Machine) -> bool:
-    """Prints the rows of one shape; whether they are all right."""
-    heads = cache.heads
-    q, k, v = random_attention(cache, tokens)
-    lengths = jnp.full((cache.batch,), cache.rows - tokens, jnp.int32)
-    # To check with, sequences of all sizes; the last one is empty but for its new tokens.
-    ragged = jnp.asarray(np.linspace(cache.rows - tokens, 0, cache.batch), jnp.int32)
-    forms = FORMS if tokens > 1 else {"none": FORMS["none"]}
-    checked = sorted({0, cache.batch // 2, cache.batch - 1})  # sequences
-    expected = reference(forms, q, k, v, ragged, checked)
-
-    cases = []
-    for place, kernels in enumerate(runnable(IMPLEMENTATIONS)):
-        for form in forms if place == 0 else [form for form in forms if form in FEW_FORMS]:
-            call = functools.partial(attend, kernels=kernels, **forms[form])
-            rotations = [(q, k, v, lengths)], [(q, k, v, ragged)]
-            check = functools.partial(check_outputs, expected=expected[form], sequences=checked)
-            cases.append(Case(kernels, (form,), call, *rotations, check))
-    if tokens == 1 and not machine.small:
-        # In cuDNN's own layout, so that no transposition is timed.
-        keys, values = (jax.jit(lambda x: x.swapaxes(1, 2))(x) for x in (k, v))
-        rotations = [(q, keys, values, lengths)], [(q, keys, values, ragged)]
-        out = {"out": expected["none"]["out"]}
-        check = functools.partial(check_outputs, expected=out, sequences=checked)
-        cases.append(Case("cuDNN", ("none",), attend_cudnn, *rotations, check, peer=True))
-
-    read = cache.bytes(cache.rows) + q.nbytes
     right, unscored = True, {}
-    for outcome in measure(cases, read / machine.bandwidth, machine):
-        kernels, form = outcome.case.kernels, outcome.case.labels[0]
-        over = ""
-        if outcome.seconds is not None and form == "none":
-            unscored[kernels] = outcome.seconds
-        elif outcome.seconds is not None and kernels in unscored:
-            over = f"{outcome.seconds / unscored[kernels] - 1:+.1%}"
-        first = [heads.model, cache.size, str(tokens), kernels, form]
-        table.row([*first, *outcome.cells(read, machine), over])
+    for group, case, outcome in measure(groups, machine):
+        over, op = "", (group.names, case.kernels)
+        if outcome.seconds is not None and case.label == "none":
+            unscored[op] = outcome.seconds
+        elif outcome.seconds is not None and op in unscored:
+            over = f"{outcome.seconds / unscored[op] - 1:+.1%}"
+        first = [*group.names, case.kernels, case.label, over]
+        table.row(first + outcome.cells(group, machine))
         right &= not outcome.failed
     return right
 
 
-def random_attention(cache: CacheShape, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q [B, T, H, D], k and v [B, K, S, D] in bfloat16; logits are about 3."""
+def group_of(cache: CacheShape, tokens: int, machine: Machine) -> Group:
+    """The rows of one shape."""
+    heads = cache.heads
+    forms = list(FORMS) if tokens > 1 else ["none"]
+    checked = sorted({0, cache.batch // 2, cache.batch - 1})  # sequences
 
-    @jax.jit
-    def make() -> tuple[jax.Array, jax.Array, jax.Array]:
-        keys = jax.random.split(jax.random.key(0), 3)
-        q_shape = (cache.batch, tokens, cache.heads.query, cache.heads.dim)
-        q = 3 * jax.random.normal(keys[0], q_shape, jnp.bfloat16)
-        k, v = (jax.random.normal(key, cache.shape, jnp.bfloat16) for key in keys[1:])
-        return q, k, v
+    def prepare() -> dict[str, Any]:
+        q = normal(0, (cache.batch, tokens, heads.query, heads.dim)) * 3  # logits of about 3
+        k, v = normal(1, cache.shape), normal(2, cache.shape)
+        full = jnp.full((cache.batch,), cache.rows - tokens, jnp.int32)
+        # To check with, sequences of all sizes; the last one is empty but for its new tokens.
+        ragged = jnp.asarray(np.linspace(cache.rows - tokens, 0, cache.batch), jnp.int32)
+        inputs = {"": ([(q, k, v, ragged)], [(q, k, v, full)])}
+        if tokens == 1:  # in cuDNN's own layout, so that no transposition is timed
+            k, v = (x.swapaxes(1, 2) for x in (k, v))
+            inputs["BSKD"] = ([(q, k, v, ragged)], [(q, k, v, full)])
+        return inputs
 
-    return make()
+    def expect(inputs: Any) -> dict[str, Any]:
+        q, k, v, lengths = inputs[""][0][0]
+
+        def one(slot: jax.Array) -> dict[str, Any]:
+            slots = slot[None]
+            call = functools.partial(attend, kernels="reference", slots=slots)
+            sequence = (slot, jnp.float32(0), q[slots], k, v, lengths[slots])
+            return {form: call(*sequence, **FORMS[form]) for form in forms}
+
+        # One after another: float32 logits take room.
+        found = lax.map(one, jnp.array(checked, jnp.int32))
+        return jax.tree.map(lambda x: x[:, 0], found)
+
+    def case(kernels: str, form: str) -> Case:
+        call = functools.partial(attend, kernels=kernels, **FORMS[form])
+        return Case(kernels, form, call, functools.partial(check, form=form, sequences=checked))
+
+    cases = []
+    for place, kernels in enumerate(runnable(IMPLEMENTATIONS)):
+        chosen = forms if place == 0 else OTHER_FORMS[kernels]
+        cases += [case(kernels, form) for form in forms if form in chosen]
+    if tokens == 1 and not machine.small:
+        alone = functools.partial(check, form="none", sequences=checked)
+        cases.append(Case("cuDNN", "none", attend_cudnn, alone, layout="BSKD", peer=True))
+    q_bytes = 2 * cache.batch * tokens * heads.query * heads.dim
+    names = (heads.model, cache.size, str(tokens))
+    return Group(names, prepare, expect, cache.bytes(cache.rows) + q_bytes, cases)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    """Random numbers in bfloat16."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
 def attend(
@@ -139,35 +149,9 @@ def attend_cudnn(
     return {"out": out}
 
 
-def reference(
-    forms: dict[str, dict[str, Any]],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lengths: jax.Array,
-    sequences: list[int],
-) -> dict[str, dict[str, jax.Array]]:
-    """Outputs for some sequences, by form; one after another, since float32 logits take room."""
-
-    @jax.jit
-    def one(slot: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Any:
-        slots = slot[None]
-        q, lengths = q[slots], lengths[slots]
-        call = functools.partial(attend, kernels="reference", slots=slots)
-        return {
-            name: call(slot, jnp.float32(0), q, k, v, lengths, **form)
-            for name, form in forms.items()
-        }
-
-    found = [one(jnp.int32(sequence), q, k, v, lengths) for sequence in sequences]
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
-
-
-def check_outputs(
-    outputs: dict[str, jax.Array], expected: dict[str, jax.Array], sequences: list[int]
-) -> Check:
-    """Compares what stands in `expected`, the outputs for `sequences`."""
+def check(outputs: dict[str, Any], expected: Any, form: str, sequences: list[int]) -> Check:
+    """Compares the outputs of some sequences."""
     chosen = jnp.array(sequences, jnp.int32)
     return compare(
-        (outputs[name][chosen], value, TOLERANCES[name]) for name, value in expected.items()
+        (value[chosen], expected[form][name], TOLERANCES[name]) for name, value in outputs.items()
     )
