@@ -36,7 +36,8 @@ def looped(call: Call, trips: int) -> Callable[[jax.Array, Rotation], list[Any]]
             found = []
             for inputs in rotation:
                 first = jax.tree.leaves(outputs)[0].ravel()[0]
-                # What an op does to an input that is the same each time must not leave the loop.
+                # What an op does to an input that is the same each time must not leave the loop
+                # either; XLA's GPU backend keeps to it, its CPU backend does not.
                 inputs, _ = lax.optimization_barrier((inputs, trip))
                 outputs = call(trip, zero * first.astype(jnp.float32), *inputs)
                 found.append(outputs)
