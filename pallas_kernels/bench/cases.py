@@ -173,13 +173,7 @@ def _compile(
     return pool.submit(reference), [pool.submit(program, case) for case in group.cases]
 
 
-def _run(
-    case: Case,
-    program: Future[Any],
-    inputs: tuple[timing.Rotation, timing.Rotation],
-    expected: Any,
-    trips: int,
-) -> Outcome:
+def _run(case: Case, program: Future[Any], inputs: Any, expected: Any, trips: int) -> Outcome:
     to_check, to_time = inputs
     zero = jnp.float32(0)
     try:

@@ -58,14 +58,15 @@ def group_of(cache: CacheShape, keys: int, machine: Machine) -> Group:
         k, v = normal(1, cache.shape), normal(2, cache.shape)
         # No list reaches a tail: see `disjoint_lists`.
         lengths = jnp.asarray(cache.rows - 1 - np.arange(batch) % 8, jnp.int32)
+        tail = (lengths, lengths + 1 - shapes.SPARSE_TAIL)
         inputs = {}
         for block in shapes.SPARSE_BLOCKS:
             lists = jnp.asarray(disjoint_lists(cache, keys, block))
             full = jnp.full((batch,), keys // block, jnp.int32)
             ragged = jnp.arange(1, batch + 1, dtype=jnp.int32) * (keys // block) // batch
             inputs[str(block)] = (
-                [(q, k, v, lists, ragged, lengths)],
-                [(q, k, v, lists, full, lengths)],
+                [(q, k, v, lists, ragged, *tail)],
+                [(q, k, v, lists, full, *tail)],
             )
         return inputs
 
@@ -73,14 +74,14 @@ def group_of(cache: CacheShape, keys: int, machine: Machine) -> Group:
         """By single positions, whatever the size of the blocks."""
         positions, counts = [], []
         for block in shapes.SPARSE_BLOCKS:
-            q, k, v, lists, ragged, lengths = inputs[str(block)][0][0]
+            q, k, v, lists, ragged, *tail = inputs[str(block)][0][0]
             last = lists[(trips - 1) % len(lists)]
             rows = last[..., None] * block + jnp.arange(block, dtype=jnp.int32)[None, None]
             positions.append(rows.reshape(1, batch, keys))
             counts.append(ragged * block)
 
         def one(listed: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
-            sequence = (q, k, v, *listed, lengths)
+            sequence = (q, k, v, *listed, *tail)
             zeros = (jnp.int32(0), jnp.float32(0))
             return attend(*zeros, *sequence, block_size=1, kernels="reference")
 
@@ -122,6 +123,7 @@ def attend(
     lists: jax.Array,
     counts: jax.Array,
     lengths: jax.Array,
+    tail_start: jax.Array,
     *,
     block_size: int,
     kernels: str,
@@ -136,7 +138,7 @@ def attend(
         counts,
         lengths,
         block_size=block_size,
-        tail_start=lengths + 1 - shapes.SPARSE_TAIL,
+        tail_start=tail_start,
         max_tail=shapes.SPARSE_TAIL,
         kernels=kernels,
     )
