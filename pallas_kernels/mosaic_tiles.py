@@ -106,25 +106,22 @@ class Tiling:
 class Notes:
     """What a kernel notes down of the tiles that it goes through: here, nothing.
 
-    `with_logits` and `with_values` start products of the tensor cores beside those that make the
-    logits and the weighted values, into accumulators that they ask for by `logits_types` and
-    `values_types`; `after_logits` and `after_values` get the results.
+    `with_logits` and `with_weights` start products of the tensor cores with a tile's keys and with
+    its weights exp2(logits - peak), into accumulators that they ask for by `logits_types` and
+    `weights_types`. `note` gets the results while the weighted values are being made.
     """
 
     logits_types: Sequence[Any] = ()
-    values_types: Sequence[Any] = ()
+    weights_types: Sequence[Any] = ()
 
     def with_logits(self, accumulators: Any, keys: Any) -> None:
         """Starts products with a tile's keys."""
 
-    def after_logits(self, results: Any, tile: Any) -> None:
-        """Gets their results."""
+    def with_weights(self, accumulators: Any, weights: Any) -> None:
+        """Starts products with a tile's weights."""
 
-    def with_values(self, accumulators: Any, weights: Any) -> None:
-        """Starts products with a tile's weights, exp2(logits - peak), in shared memory."""
-
-    def after_values(self, results: Any, weights: Any, peak: Any, tile: Any) -> None:
-        """Gets their results, and the weights and the rows' running maximum in registers."""
+    def note(self, products: Any, sums: Any, weights: Any, peak: Any, tile: Any) -> None:
+        """Gets the products with the keys and with the weights, the weights, and the peaks."""
 
 
 def shared(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -218,14 +215,13 @@ def attend(
         keys, values = scratch["k"].at[stage], scratch["v"].at[stage]
 
         def multiply_keys(logits: Any, *extra: Any) -> Any:
-            plgpu.wgmma(logits, queries, keys.transpose((1, 0)))
             notes.with_logits(extra, keys)
+            plgpu.wgmma(logits, queries, keys.transpose((1, 0)))
             return logits[...], [x[...] for x in extra]
 
         plgpu.barrier_wait(scratch["k_ready"].at[stage])
         accumulators = (plgpu.ACC(logits_shape, jnp.float32), *notes.logits_types)
-        logits, results = pl.run_scoped(multiply_keys, *accumulators)
-        notes.after_logits(results, tile)
+        logits, key_products = pl.run_scoped(multiply_keys, *accumulators)
         logits = logits * (scale * LOG2_E)
         if masked:
             logits = jnp.where(visible(tile, half), logits, -jnp.inf)
@@ -240,15 +236,17 @@ def attend(
             _clear(tiling, scratch, values, readable(tile), half)
 
         def multiply_values(products: Any, *extra: Any) -> Any:
+            notes.with_weights(extra, staged)
             plgpu.wgmma(products, staged, values)
-            notes.with_values(extra, staged)
-            return products[...], [x[...] for x in extra]
+            # Of the products in flight, those of the notes are done before those of the values.
+            sums = [plgpu.wgmma_accumulator_load(x, wait_n=1) for x in extra]
+            notes.note(key_products, sums, weights, new_peak, tile)
+            return products[...]
 
-        accumulators = (plgpu.ACC(values_shape, jnp.float32), *notes.values_types)
-        products, results = pl.run_scoped(multiply_values, *accumulators)
+        accumulators = (plgpu.ACC(values_shape, jnp.float32), *notes.weights_types)
+        products = pl.run_scoped(multiply_values, *accumulators)
         plgpu.barrier_arrive(scratch["free"].at[stage])
         values_sum = values_sum * lax.broadcast_in_dim(decay, values_shape, [0]) + products
-        notes.after_values(results, weights, new_peak, tile)
         return values_sum, new_peak, total
 
     carry = (

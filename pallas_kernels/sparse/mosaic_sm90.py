@@ -38,8 +38,9 @@ class Config:
     @classmethod
     def of(cls, batch: int, kv_heads: int, head_dim: int, most_tiles: int) -> "Config":
         """One wave of CTAs, of two tiles at least."""
-        parts = max(1, min(PROCESSORS // (batch * kv_heads), -(-most_tiles // 2)))
-        return cls(parts, 4, 2)
+        # More parts than eight take XLA a second kernel to combine, which costs what they gain.
+        parts = min(PROCESSORS // (batch * kv_heads), -(-most_tiles // 2), 8)
+        return cls(max(1, parts), 4, 2)
 
 
 def refuses(

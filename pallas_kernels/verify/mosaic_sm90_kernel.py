@@ -35,13 +35,13 @@ class Logits(Notes):
         """Multiplies a tile's keys with the scorer's vectors."""
         plgpu.wgmma(accumulators[0], keys, self.scorer.transpose((1, 0)))
 
-    def after_logits(self, results: Any, tile: Any) -> None:
+    def note(self, products: Any, sums: Any, weights: Any, peak: Any, tile: Any) -> None:
         """Adds up the eight products of each key."""
 
         @tiles.for_half(self.half, 0)
         def _() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.staged[...] = results[0].sum(axis=1) * self.scale
+            self.staged[...] = products[0].sum(axis=1) * self.scale
             plgpu.commit_smem()
             here = pl.ds((self.begin + tile) * self.tiling.keys, self.tiling.keys)
             plgpu.copy_smem_to_gmem(self.staged, self.out.at[here])
@@ -59,7 +59,7 @@ class Weights(Notes):
     out: Any  # [R, S]
     peaks: Any  # [S / keys, R]
 
-    def after_values(self, results: Any, weights: Any, peak: Any, tile: Any) -> None:
+    def note(self, products: Any, sums: Any, weights: Any, peak: Any, tile: Any) -> None:
         """Copies a tile's weights out, by way of shared memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.staged[...] = weights.astype(self.staged.dtype)
@@ -89,19 +89,19 @@ class WeightSums(Notes):
     columns: int
 
     @property
-    def values_types(self) -> Sequence[Any]:  # type: ignore[override]
+    def weights_types(self) -> Sequence[Any]:  # type: ignore[override]
         """The sums."""
         return [plgpu.ACC((ROWS, self.columns), jnp.float32)]
 
-    def with_values(self, accumulators: Any, weights: Any) -> None:
+    def with_weights(self, accumulators: Any, weights: Any) -> None:
         """Adds the weights up, as a product with zeros and ones."""
         plgpu.wgmma(accumulators[0], weights, self.summer.transpose((1, 0)))
 
-    def after_values(self, results: Any, weights: Any, peak: Any, tile: Any) -> None:
+    def note(self, products: Any, sums: Any, weights: Any, peak: Any, tile: Any) -> None:
         """Copies the sums' logarithms out."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        sums = results[0]
-        self.staged[...] = jnp.log2(sums) + lax.broadcast_in_dim(peak, sums.shape, [0])
+        logs = jnp.log2(sums[0]) + lax.broadcast_in_dim(peak, sums[0].shape, [0])
+        self.staged[...] = logs
         plgpu.commit_smem()
         columns = pl.ds((self.begin + tile) * self.columns, self.columns)
         for which, rows in enumerate(self.tiling.rows_of_halves(self.out.shape[0])):
