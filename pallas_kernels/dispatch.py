@@ -71,6 +71,20 @@ def choose(
     raise AssertionError("every op has an implementation for any machine and any arguments")
 
 
+def emulated(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a Mosaic kernel's function, which has a parameter `interpret`, in Pallas's emulation.
+
+    On a CPU, with a report on the standard output where two accesses race.
+    """
+
+    def run_emulated(*arguments: Any) -> Any:
+        from jax.experimental.pallas import mosaic_gpu as plgpu  # needs JAX 0.11
+
+        return run(*arguments, interpret=plgpu.InterpretGPUParams(detect_races=True))
+
+    return run_emulated
+
+
 @functools.cache
 def say_once(message: str) -> None:
     """Logs a warning the first time that it is given."""
