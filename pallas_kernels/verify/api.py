@@ -69,8 +69,8 @@ def verify_attention(
 
     Returns:
       out: in q's dtype.
-      lse: log-sum-exp of each row's scaled logits (and sink), float32; partial results over different keys
-        combine by it, as in Flash-Decoding.
+      lse: log-sum-exp of each row's scaled logits (and sink), float32; partial results over
+        different keys combine by it, as in Flash-Decoding.
       key_scores: float32 [b, S/score_block], or [b, K, S/score_block] if per_kv_head; for "each"
         with a T axis after b; None without `scores`. They are of the blocks below lengths+1, which
         every query sees, and 0 elsewhere.

@@ -124,7 +124,7 @@ def verify_attention(
 
 
 def _whole_blocks(rows: int, block: int) -> int:
-    """`rows` rounded down to a multiple of the blocks that are scored, of which it is one at least."""
+    """`rows` rounded down to whole blocks of keys that are scored together, one at least."""
     return max(1, rows // block) * block
 
 
