@@ -141,24 +141,28 @@ def fill(
     tiling: Tiling,
     scratch: Any,
     steps: Any,
-    load: Callable[[Any, Any], None],
+    load: Callable[[Any, Any, Any], None],
+    look_up: Callable[[Any], Any] = lambda tile: (),
     finish: Callable[[], None] = lambda: None,
 ) -> None:
-    """The memory warpgroup's loop: `load(i, stage)` starts the copies of tile i.
+    """The memory warpgroup's loop.
 
-    `finish` is called after the last.
+    `load(i, stage, look_up(i))` starts the copies of tile i; what `look_up` reads is read one tile
+    ahead, since reading takes long. `finish` is called after the last tile.
     """
 
-    @pl.loop(0, steps)
-    def _fill(i: Any) -> None:
+    def step(i: Any, found: Any) -> Any:
+        found_next = look_up(i + 1)
         stage = lax.rem(i, tiling.stages)
 
         @pl.when(i >= tiling.stages)
         def _() -> None:
             plgpu.barrier_wait(scratch["free"].at[stage])
 
-        load(i, stage)
+        load(i, stage, found)
+        return found_next
 
+    lax.fori_loop(0, steps, step, look_up(0))
     finish()
 
     @pl.loop(jnp.maximum(steps - tiling.stages, 0), steps)

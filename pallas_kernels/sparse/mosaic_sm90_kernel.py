@@ -101,8 +101,10 @@ def build(
         def aligned(row: Any) -> Any:
             return row if block_size < ALIGNED else pl.multiple_of(row, ALIGNED)
 
-        def copy_blocks(tile: Any, stage: Any) -> None:
-            rows = [row_of(tile, entry) for entry in range(entries)]  # all reads, then all copies
+        def rows_of(tile: Any) -> list[Any]:
+            return [row_of(tile, entry) for entry in range(entries)]
+
+        def copy_blocks(tile: Any, stage: Any, rows: list[Any]) -> None:
             for source, name in ((k, "k"), (v, "v")):
                 for entry, row in enumerate(rows):
                     plgpu.copy_gmem_to_smem(
@@ -111,7 +113,7 @@ def build(
                         scratch[f"{name}_ready"].at[stage],
                     )
 
-        def gather_rows(tile: Any, stage: Any) -> None:
+        def gather_rows(tile: Any, stage: Any, _: Any) -> None:
             is_listed = begin + tile < listed
             place = jnp.where(is_listed, (begin + tile) * keys, 0)
             of_list = (b * lists + (h if lists > 1 else 0)) * most_entries
@@ -144,9 +146,9 @@ def build(
         def _memory() -> None:
             plgpu.set_max_registers(tiling.memory_registers, action="decrease")
             if not by_threads:
-                tiles.fill(tiling, scratch, steps, copy_blocks)
+                tiles.fill(tiling, scratch, steps, copy_blocks, rows_of)
                 return
-            tiles.fill(tiling, scratch, steps, gather_rows, finish_gathering)
+            tiles.fill(tiling, scratch, steps, gather_rows, finish=finish_gathering)
 
     return plgpu.kernel(
         body,

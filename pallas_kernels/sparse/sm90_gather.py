@@ -67,15 +67,18 @@ def gather(
                 arith.muli(source_row, utils.c(head_dim, _i64_type())),
                 _i64(arith.muli(piece, _i32(8))),
             )
-            target = arith.addi(arith.muli(column_tile, _i32(rows * 64)), arith.muli(row, _i32(64)))
-            swapped = arith.xori(column, arith.andi(row, _i32(7)))
-            target = arith.addi(target, arith.muli(swapped, _i32(8)))
-            for source, tile in ((keys, key_tile), (values, value_tile)):
+            # Tiles of 8 rows and 64 columns, row by row; in each, rows of 8 pieces.
+            row_tile, row_in_tile = arith.divui(row, _i32(8)), arith.remui(row, _i32(8))
+            tile = arith.addi(arith.muli(row_tile, _i32(head_dim // 64)), column_tile)
+            place = arith.addi(arith.muli(tile, _i32(64)), arith.muli(row_in_tile, _i32(8)))
+            place = arith.addi(place, arith.xori(column, row_in_tile))
+            target = arith.muli(place, _i32(8))
+            for source, held in ((keys, key_tile), (values, value_tile)):
                 pointer = llvm.addrspacecast(
                     llvm.PointerType.get(address_space=1), utils.memref_ptr(source)
                 )
                 nvvm.cp_async_shared_global(
-                    utils.getelementptr(utils.memref_ptr(tile), [target], _i16_type()),
+                    utils.getelementptr(utils.memref_ptr(held), [target], _i16_type()),
                     utils.getelementptr(pointer, [offset], _i16_type()),
                     PIECE,
                     nvvm.LoadCacheModifierKind.CG,

@@ -191,7 +191,7 @@ def build(
             plgpu.set_max_registers(tiling.memory_registers, action="decrease")
             slot = ref["slots"][b]
 
-            def load(tile: Any, stage: Any) -> None:
+            def load(tile: Any, stage: Any, _: Any) -> None:
                 here = (slot, h, pl.ds((begin + tile) * keys, keys))
                 for x in ("k", "v"):
                     ready = scratch[f"{x}_ready"].at[stage]
