@@ -6,6 +6,7 @@ arguments is said by the implementation; which one runs is decided here, while t
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
@@ -78,8 +79,8 @@ def emulated(run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run_emulated(*arguments: Any) -> Any:
-        from jax.experimental.pallas import mosaic_gpu as plgpu  # needs JAX 0.11
-
+        # Looked up here, since older versions of JAX have none.
+        plgpu = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
         return run(*arguments, interpret=plgpu.InterpretGPUParams(detect_races=True))
 
     return run_emulated
