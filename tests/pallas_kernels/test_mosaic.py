@@ -36,7 +36,7 @@ VerifyConfig, SparseConfig = verify.Config, sparse.Config
 
 @pytest.fixture(autouse=True)
 def machine():
-    """The kernels' argument `interpret` on this machine; fails a test that has raced."""
+    """The kernels' argument `interpret`, if they are to be emulated on this machine."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as emulation
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -47,8 +47,8 @@ def machine():
     yield {"interpret": plgpu.InterpretGPUParams(detect_races=True)}
 
 
-def run_emulated(run, arrays):
-    """Runs a kernel to its end; fails if it has raced."""
+def run_to_end(run, arrays):
+    """Runs a kernel; fails if it has raced, as far as the emulation sees."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as emulation
 
     results = jax.block_until_ready(run(*arrays))
@@ -137,7 +137,7 @@ def test_verify_attention_agrees_with_reference(name, machine):
     run = compiled_verify(
         verify.verify_attention, case.statics(case.mode), config=config, **machine
     )
-    actual = run_emulated(run, poisoned)
+    actual = run_to_end(run, poisoned)
     expected = verify_reference_of(case)(*clean)
     assert_attention(actual, expected, case, values["magnitude"])
     key_scores = case.key_scores(case.mode)
@@ -197,7 +197,7 @@ def test_sparse_attention_agrees_with_reference(name, machine):
     values = {"magnitude": 1.0} | values
     clean, poisoned = case.arrays(seed=0, **values)
     run = compiled_sparse(sparse.sparse_attention, case.statics, config=config, **machine)
-    actual = run_emulated(run, poisoned)
+    actual = run_to_end(run, poisoned)
     assert_attention(actual, sparse_reference_of(case)(*clean), case, values["magnitude"])
 
 
@@ -218,10 +218,10 @@ def test_verify_attention_repeats_and_does_not_depend_on_parts(mode, block, part
         compiled_verify(verify.verify_attention, case.statics(mode), config=config, **machine)
         for config in (config, dataclasses.replace(config, parts=parts))
     ]
-    whole, split = (run_emulated(run, poisoned) for run in runs)
+    whole, split = (run_to_end(run, poisoned) for run in runs)
     assert_about_the_same(split, whole, case)
     assert_scores(split[2], whole[2], case.key_scores(mode), "mosaic_gpu")
-    assert_same(run_emulated(runs[1], poisoned), split)
+    assert_same(run_to_end(runs[1], poisoned), split)
 
 
 @pytest.mark.parametrize("parts", [2, 9])
@@ -234,16 +234,51 @@ def test_sparse_attention_repeats_and_does_not_depend_on_parts(parts, machine):
         compiled_sparse(sparse.sparse_attention, case.statics, config=config, **machine)
         for config in (config, dataclasses.replace(config, parts=parts))
     ]
-    whole, split = (run_emulated(run, poisoned) for run in runs)
+    whole, split = (run_to_end(run, poisoned) for run in runs)
     assert_about_the_same(split, whole, case)
-    assert_same(run_emulated(runs[1], poisoned), split)
+    assert_same(run_to_end(runs[1], poisoned), split)
+
+
+on_hopper = pytest.mark.skipif(lacks("mosaic_gpu") is not None, reason="needs a Hopper GPU")
+
+
+@on_hopper
+@pytest.mark.parametrize("scores", [None, ("logit", 16), ("weight", 16), ("weight", 1)])
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (8, 64)])
+def test_verify_attention_at_a_real_size(group, head_dim, scores):
+    mode, block = scores or ("logit", 1)
+    which = None if scores is None else "first+last"
+    case = VerifyCase(8, 8, 7, 8192, 8, group, head_dim, "bfloat16", which, mode, block=block)
+    lengths = [0, 1, 63, 64, 4000, 4096, 8000, 8185]
+    clean, poisoned = case.arrays(2, 1.0, lengths)
+    run = compiled_verify(verify.verify_attention, case.statics(mode))
+    actual, expected = run(*poisoned), verify_reference_of(case)(*clean)
+    assert_attention(actual, expected, case)
+    assert_scores(actual[2], expected[2], case.key_scores(mode), "mosaic_gpu")
+    assert_same(run(*poisoned), actual)
+
+
+@on_hopper
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("block", sparse.BLOCK_SIZES)
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (8, 64)])
+def test_sparse_attention_at_a_real_size(group, head_dim, block, per_head):
+    size = 2304 // block
+    case = SparseCase(4, 1, 8192, 8, group, head_dim, block, size, 256, "bfloat16", per_head)
+    lengths, tail_start = [0, 900, 5000, 8191], [0, 800, 4751, 7936]
+    counts = [0, 800 // block, size - 1, size]
+    clean, poisoned = case.arrays(2, 1.0, lengths, tail_start, counts)
+    run = compiled_sparse(sparse.sparse_attention, case.statics)
+    actual = run(*poisoned)
+    assert_attention(actual, sparse_reference_of(case)(*clean), case)
+    assert_same(run(*poisoned), actual)
 
 
 emulated = pytest.mark.skipif(compute_capability() is not None, reason="emulates on a CPU")
 
 
 @emulated
-def test_the_public_ops_run_emulated():
+def test_the_public_ops_run_to_end():
     verify_case = VerifyCase(1, 1, 2, 128, 1, 2, 64, "bfloat16", "last", "weight", sinks=True)
     (q, k, v, lengths, _, sinks), _ = verify_case.arrays(0, 1.0, [120])
     actual, expected = (
@@ -290,7 +325,7 @@ def test_the_emulation_sees_races(machine, capfd):
         **machine,
     )
     with pytest.raises(AssertionError):
-        run_emulated(run, ())
+        run_to_end(run, ())
     assert "RACE DETECTED" in capfd.readouterr().out
 
 
