@@ -6,7 +6,6 @@ arguments is said by the implementation; which one runs is decided here, while t
 
 import dataclasses
 import functools
-import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
@@ -70,20 +69,6 @@ def choose(
                 return implementations[name].run
             say_once(f"kernels={name!r} is passed over: {refusal}.")
     raise AssertionError("every op has an implementation for any machine and any arguments")
-
-
-def emulated(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a Mosaic kernel's function, which has a parameter `interpret`, in Pallas's emulation.
-
-    On a CPU, with a report on the standard output where two accesses race.
-    """
-
-    def run_emulated(*arguments: Any) -> Any:
-        # Looked up here, since older versions of JAX have none.
-        plgpu = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-        return run(*arguments, interpret=plgpu.InterpretGPUParams(detect_races=True))
-
-    return run_emulated
 
 
 @functools.cache

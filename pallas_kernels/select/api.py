@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import as_int32, require, require_shape
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.select import reference, xla
+from pallas_kernels.select import reference, triton, xla
 
 
 def _mosaic_gpu() -> Implementation:
@@ -28,6 +28,7 @@ def _mosaic_gpu() -> Implementation:
 
 IMPLEMENTATIONS = {
     "mosaic_gpu": _mosaic_gpu(),
+    "triton": Implementation(triton.select_top_k, triton.refuses),
     "xla": Implementation(xla.select_top_k),
     "reference": Implementation(reference.select_top_k),
 }

@@ -12,16 +12,17 @@ from pallas_kernels.checks import (
     require_attention_arguments,
     require_shape,
 )
-from pallas_kernels.dispatch import Implementation, choose, emulated
-from pallas_kernels.sparse import mosaic_sm90, reference, xla
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.sparse import mosaic_sm90, reference, triton, xla
 from pallas_kernels.sparse.xla import GatheredBlocks
 
 Attention = tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]
 
 IMPLEMENTATIONS = {
     "mosaic_gpu": Implementation(mosaic_sm90.sparse_attention, mosaic_sm90.refuses),
+    "interpret": Implementation(mosaic_sm90.emulate, mosaic_sm90.refuses),
+    "triton": Implementation(triton.sparse_attention, triton.refuses),
     "xla": Implementation(xla.sparse_attention),
-    "interpret": Implementation(emulated(mosaic_sm90.sparse_attention), mosaic_sm90.refuses),
     "reference": Implementation(reference.sparse_attention),
 }
 # Implementations that are not named here read the cache themselves.

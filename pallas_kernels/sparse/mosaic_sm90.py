@@ -144,3 +144,10 @@ def sparse_attention(
         blocks = blocks.reshape(-1)
     out, lse = run(rows, k, v, blocks, counts, lengths, tail_start)
     return splits.combine(out, lse, order, group, sinks, q.dtype)
+
+
+def emulate(*arguments: Any) -> Any:
+    """`sparse_attention` in Pallas's emulation of a GPU, for tests; looks for races."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return sparse_attention(*arguments, interpret=plgpu.InterpretGPUParams(detect_races=True))

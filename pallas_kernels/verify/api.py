@@ -10,14 +10,15 @@ from pallas_kernels.checks import (
     require_choice,
     require_shape,
 )
-from pallas_kernels.dispatch import Implementation, choose, emulated
-from pallas_kernels.verify import mosaic_sm90, reference, xla
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.verify import mosaic_sm90, reference, triton, xla
 from pallas_kernels.verify.key_scores import SCORE_MODES, SCORES, KeyScores
 
 IMPLEMENTATIONS = {
     "mosaic_gpu": Implementation(mosaic_sm90.verify_attention, mosaic_sm90.refuses),
+    "interpret": Implementation(mosaic_sm90.emulate, mosaic_sm90.refuses),
+    "triton": Implementation(triton.verify_attention, triton.refuses),
     "xla": Implementation(xla.verify_attention),
-    "interpret": Implementation(emulated(mosaic_sm90.verify_attention), mosaic_sm90.refuses),
     "reference": Implementation(reference.verify_attention),
 }
 

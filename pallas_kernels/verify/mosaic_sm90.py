@@ -25,12 +25,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import splits
 from pallas_kernels.splits import LOG2_E
 from pallas_kernels.verify.key_scores import KeyScores
+from pallas_kernels.verify.side_outputs import (
+    scores_from_log_sums,
+    scores_from_means,
+    scores_from_weights,
+    scoring_rows,
+)
 
 SUMMED_KEYS = 8  # keys whose weights are added up for block scores
 MAX_ROWS = 128
@@ -114,10 +121,10 @@ def verify_attention(
     order = splits.token_order(tokens, key_scores.rows if key_scores is not None else ())
     rows = splits.pack(q, kv_heads, order)
     if slots is None:
-        slots = jnp.arange(batch, dtype=jnp.int32)
+        slots = np.arange(batch, dtype=np.int32)  # of numpy: a constant, not a kernel that makes it
     config = config or Config.of(batch, kv_heads, rows.shape[2], head_dim, cache_rows)
 
-    inputs: dict[str, Array] = {"q": rows, "k": k, "v": v, "lengths": lengths, "slots": slots}
+    inputs: dict[str, Any] = {"q": rows, "k": k, "v": v, "lengths": lengths, "slots": slots}
     part_shape = (batch, kv_heads, config.parts, rows.shape[2])
     shapes: dict[str, Any] = {
         "out": jax.ShapeDtypeStruct((*part_shape, head_dim), jnp.float32),
@@ -148,44 +155,32 @@ def verify_attention(
     out, lse = splits.combine(results["out"], results["lse"], order, group, sinks, q.dtype)
     if key_scores is None:
         return out, lse, None
-    scores = _scores(results, lse, key_scores, kv_heads, group, config.keys)
-    return out, lse, key_scores.mask(scores, lengths)
+    return out, lse, _scores(results, lse, key_scores, lengths)
 
 
 def _scores(
     results: dict[str, Array],
     lse: Float[Array, "b T H"],
     key_scores: KeyScores,
-    kv_heads: int,
-    group: int,
-    keys: int,
+    lengths: Int[Array, " b"],
 ) -> Float[Array, "b *rest S/block"]:
-    """Key scores from what the kernel noted."""
-    if key_scores.mode == "logit":
-        scores = results["logits"]
-        scores = scores.reshape(*scores.shape[:-1], -1, key_scores.block).mean(axis=-1)
-        return scores if key_scores.per_kv_head else scores.mean(axis=1)
-    batch = lse.shape[0]
-    shape = (batch, kv_heads, len(key_scores.rows), group)
-    scored = len(key_scores.rows) * group
-    row_lse = jnp.stack([lse[:, t] for t in key_scores.rows], axis=1) * LOG2_E
-    row_lse = row_lse.reshape(batch, -1, kv_heads, group).swapaxes(1, 2)[..., None]
+    """Key scores from what the kernel wrote."""
+    if "logits" in results:
+        return scores_from_means(results["logits"][:, :, None], key_scores, lengths)
     if "sums" in results:
-        sums = results["sums"][:, :, :scored]
-        weights = jnp.exp2(sums.reshape(*shape, -1) - row_lse) / SUMMED_KEYS
-        key_scores = dataclasses.replace(key_scores, block=key_scores.block // SUMMED_KEYS)
-        return key_scores.average(weights)
-    weights = results["weights"][:, :, :scored].astype(jnp.float32)
-    peaks = results["peaks"][..., :scored].swapaxes(2, 3).reshape(*shape, -1)
-    factors = jnp.exp2(peaks - row_lse)
-    weights = weights.reshape(*factors.shape, keys) * factors[..., None]
-    return key_scores.average(weights.reshape(*shape, -1))
+        return scores_from_log_sums(results["sums"], lse, key_scores, lengths, SUMMED_KEYS)
+    weights, peaks = results["weights"], results["peaks"].swapaxes(2, 3)  # [b, K, R, S / keys]
+    row_lse = scoring_rows(lse, key_scores, weights.shape[1]) * LOG2_E
+    scored = row_lse.shape[2] * row_lse.shape[3]
+    factors = jnp.exp2(peaks[:, :, :scored].reshape(*row_lse.shape, -1) - row_lse[..., None])
+    weights = weights[:, :, :scored].astype(jnp.float32).reshape(*factors.shape, -1)
+    weights = weights * factors[..., None]
+    return scores_from_weights(weights.reshape(*row_lse.shape, -1), key_scores, lengths, summed=1)
 
 
-def _summer(keys: int) -> Float[Array, "keys/8 keys"]:
-    """The transposed matrix that adds up every eight columns of what is multiplied with it."""
-    column = jnp.arange(keys, dtype=jnp.int32)[None] // SUMMED_KEYS
-    return (jnp.arange(keys // SUMMED_KEYS, dtype=jnp.int32)[:, None] == column).astype(jnp.float32)
+def _summer(keys: int) -> np.ndarray:
+    """[keys / 8, keys]: a product with its transpose adds up every eight columns."""
+    return np.repeat(np.eye(keys // SUMMED_KEYS, dtype=np.float32), SUMMED_KEYS, axis=1)
 
 
 def _scorer(
@@ -200,3 +195,10 @@ def _scorer(
     rounded = lax.reduce_precision(mean, kind.nexp, kind.nmant)
     pair = jnp.stack([rounded, mean - rounded], axis=2).astype(q.dtype)
     return jnp.pad(pair, ((0, 0), (0, 0), (0, 6), (0, 0)))
+
+
+def emulate(*arguments: Any) -> Any:
+    """`verify_attention` in Pallas's emulation of a GPU, for tests; looks for races."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return verify_attention(*arguments, interpret=plgpu.InterpretGPUParams(detect_races=True))

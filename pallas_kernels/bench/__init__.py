@@ -1,0 +1,1 @@
+"""Checks the ops at real shapes, then times them: `python -m pallas_kernels.bench --help`."""
