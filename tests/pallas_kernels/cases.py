@@ -208,8 +208,8 @@ def assert_scores(actual, expected, key_scores, name, magnitude=1.0):
         assert_close(actual, expected, 5e-6 * max(1.0, magnitude), "scores")
         return
     # An error in a logit is one of its weight, relatively. The Mosaic kernel writes, or adds up,
-    # weights that are rounded to the 8 bits of bfloat16, by up to 2**-9 of each, and a factor of two
-    # is left; in float16 it drops weights below 2**-25 of the row's largest. The Triton kernel
+    # weights that are rounded to the 8 bits of bfloat16, by up to 2**-9 of each, and a factor of
+    # two is left; in float16 it drops weights below 2**-25 of the row's largest. The Triton kernel
     # writes logarithms in float32: up to 32 in size, each of a few is off by up to 2**-20.
     growth = max(1.0, magnitude)
     relative = {"xla": 5e-6 * growth, "triton": 2**-17 * growth}.get(name, 2**-8)
