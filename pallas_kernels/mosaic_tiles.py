@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.splits import LOG2_E
 
+REGISTERS = 65536  # of a processor
 ROWS = 64  # rows of queries that the tensor cores take at a time
 ROW_VALUES = plgpu.Layout.WGMMA.reduce(1)  # registers' layout of one number a row
 LOWEST = float(jnp.finfo(jnp.float32).min)  # finite, so that rows without keys make no NaN
@@ -47,7 +48,7 @@ class Tiling:
     stages: int
     turns: int
     arrivals: int = 1
-    memory_registers: int = 32
+    memory_registers: int = 40
 
     def __post_init__(self) -> None:
         # A warpgroup counts a barrier's phases by its own waits, so that each stage must always
@@ -67,9 +68,15 @@ class Tiling:
 
     @property
     def compute_registers(self) -> int:
-        """Of a thread of a compute warpgroup: what is left of 512 for four warps of a kind."""
-        left = (512 - self.memory_registers) // self.compute_warpgroups
-        return min(240, left // 8 * 8)
+        """Of a thread of a compute warpgroup, at most 240.
+
+        A kernel begins with as many for each thread as divide the processor's evenly, in eights. A
+        warpgroup that asks for more than the others have given up waits for ever.
+        """
+        warpgroups = self.compute_warpgroups + 1
+        at_start = min(240, REGISTERS // (128 * warpgroups) // 8 * 8) * warpgroups
+        share = (at_start - self.memory_registers) // self.compute_warpgroups
+        return min(240, share // 8 * 8)
 
     def rows_of_halves(self, rows: int) -> list[int]:
         """How many of the first `rows` packed rows each half holds."""
