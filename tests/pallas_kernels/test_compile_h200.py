@@ -3,6 +3,8 @@
 In the configurations that the kernels choose themselves. `pytest -rP` shows the registers.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.skipif(h200.lacking() is not None, reason=str(h200.lack
 BATCH, ROWS = 8, 32_768
 # KV heads, group, head_dim.
 MODELS = {"qwen3-8b": (8, 4, 128), "gpt-oss": (8, 8, 64)}
+LARGER = {"qwen3-32b": (8, 8, 128)}  # for what takes most: T * G of 128
 # Scores, mode, block.
 FORMS = {
     "none": None,
@@ -28,7 +31,7 @@ array = jax.ShapeDtypeStruct
 
 
 def attention_shapes(model, tokens, dtype):
-    kv_heads, group, head_dim = MODELS[model]
+    kv_heads, group, head_dim = (MODELS | LARGER)[model]
     cache = array((BATCH, kv_heads, ROWS, head_dim), dtype)
     q = array((BATCH, tokens, kv_heads * group, head_dim), dtype)
     return q, cache, cache
@@ -59,13 +62,14 @@ def check_verify(model, tokens, form, folder, monkeypatch, dtype="bfloat16", win
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("tokens", [1, 7, 16])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "tokens"), [*itertools.product(MODELS, [1, 7, 16]), ("qwen3-32b", 16)]
+)
 def test_verify_attention(model, tokens, form, tmp_path, monkeypatch):
     check_verify(model, tokens, FORMS[form], tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *LARGER])
 def test_verify_attention_that_scores_for_each_token(model, tmp_path, monkeypatch):
     check_verify(model, 16, ("each", "weight", 1), tmp_path, monkeypatch)
 
