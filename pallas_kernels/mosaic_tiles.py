@@ -276,9 +276,9 @@ def write(
 
     def take_over(share: Any) -> Any:
         values, peak, total = share
-        other_values = plgpu.load(held_out, (), layout=plgpu.Layout.WGMMA)
-        other_peak = plgpu.load(held_lse, (), layout=ROW_VALUES)
-        other_total = plgpu.load(held_total, (), layout=ROW_VALUES)
+        other_values = plgpu.load(held_out, layout=plgpu.Layout.WGMMA)
+        other_peak = plgpu.load(held_lse, layout=ROW_VALUES)
+        other_total = plgpu.load(held_total, layout=ROW_VALUES)
         top = jnp.maximum(peak, other_peak)
         decay, other_decay = jnp.exp2(peak - top), jnp.exp2(other_peak - top)
         values = values * spread(decay) + other_values * spread(other_decay)

@@ -49,8 +49,9 @@ def verify_attention(
     kv_heads, cache_rows = k.shape[1:3]
     rows = online_softmax.pack_rows(q, kv_heads)
     packed = rows.shape[2]
-    chunk = min(chunk or chunk_size(packed), cache_rows)
-    edge = min(EDGE, chunk)
+    block = 1 if key_scores is None else key_scores.block
+    chunk = _whole_blocks(min(chunk or chunk_size(packed), cache_rows), block)
+    edge = min(_whole_blocks(EDGE, block), chunk)
     whole_chunks = jnp.minimum(lengths + 1, cache_rows) // chunk  # a first query sees lengths + 1
     edge_start = whole_chunks * chunk
     if window is not None:  # all masked, from the first key that a query sees
@@ -120,6 +121,11 @@ def verify_attention(
         scores = lax.fori_loop(0, num_chunks, weigh, jnp.zeros(shape, jnp.float32))
 
     return out, lse, key_scores.mask(scores, lengths)
+
+
+def _whole_blocks(rows: int, block: int) -> int:
+    """`rows` rounded down to whole blocks of keys that are scored together, one at least."""
+    return max(1, rows // block) * block
 
 
 def _ungroup(x: Float[Array, "b K R C"], tokens: int) -> Float[Array, "b K T G C"]:

@@ -8,88 +8,101 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import gather_blocks, sparse_attention, verify_attention
-from pallas_kernels.sparse import reference, xla
-from tests.pallas_kernels.arrays import (
-    MAGNITUDES,
-    POISONS,
-    SEEDS,
-    TOLERANCE,
-    assert_close,
-    logit_noise,
-    random_attention,
+from pallas_kernels.sparse import api, xla
+from tests.pallas_kernels.arrays import MAGNITUDES, POISONS, SEEDS, assert_close, random_attention
+from tests.pallas_kernels.cases import SparseCase as Case
+from tests.pallas_kernels.cases import (
+    assert_attention,
+    assert_same,
+    compiled_sparse,
+    for_each_implementation,
+    sparse_reference_of,
 )
 
-# B, T, S, K, G, D, block size, N, max_tail, (list, tail) chunks, a list per KV head, dtype.
+# B, T, S, K, G, D, block size, N, max_tail, dtype.
 CASES = [
-    (1, 1, 64, 2, 4, 16, 1, 20, 24, (8, 16), False, "float32"),
-    (3, 1, 64, 2, 2, 16, 8, 6, 16, (16, 8), False, "float32"),
-    (2, 7, 96, 1, 8, 64, 16, 5, 40, (32, 16), False, "float32"),
-    (2, 3, 64, 2, 1, 128, 8, 7, 20, None, True, "float32"),
-    (2, 16, 64, 3, 2, 16, 1, 17, 40, (5, 7), True, "float32"),
-    (2, 2, 64, 2, 2, 16, 8, 0, 64, (16, 16), False, "float32"),  # no list
-    (2, 2, 64, 2, 4, 64, 8, 6, 24, (16, 16), False, "bfloat16"),
-    (2, 1, 64, 2, 2, 16, 1, 20, 24, (8, 16), True, "float16"),
+    Case(1, 1, 64, 2, 4, 16, 1, 20, 24, "float32", chunks=(8, 16)),
+    Case(3, 1, 64, 2, 2, 16, 8, 6, 16, "float32", chunks=(16, 8)),
+    Case(2, 7, 96, 1, 8, 64, 16, 5, 40, "float32", chunks=(32, 16)),
+    Case(2, 3, 64, 2, 1, 128, 8, 7, 20, "float32", per_head=True),
+    Case(2, 16, 64, 3, 2, 16, 1, 17, 40, "float32", per_head=True, chunks=(5, 7)),
+    Case(2, 2, 64, 2, 2, 16, 8, 0, 64, "float32", chunks=(16, 16)),  # no list
+    Case(2, 2, 64, 2, 4, 64, 8, 6, 24, "bfloat16", chunks=(16, 16)),
+    Case(2, 1, 64, 2, 2, 16, 1, 20, 24, "float16", per_head=True, chunks=(8, 16)),
+    Case(2, 2, 64, 2, 3, 16, 4, 9, 24, "float32", sinks=True, chunks=(8, 16)),
+]
+# What the kernels take: 16 bits, head_dim 64 or 128, blocks of 1, 8, 16, 32 or 64.
+KERNEL_CASES = [
+    Case(2, 1, 256, 2, 4, 128, 1, 70, 48, "bfloat16", per_head=True),
+    Case(3, 7, 256, 2, 8, 64, 8, 30, 100, "float16", sinks=True),
+    Case(2, 1, 200, 1, 8, 64, 8, 0, 200, "bfloat16"),  # no list
+    Case(2, 2, 320, 2, 5, 128, 16, 15, 64, "bfloat16", per_head=True, sinks=True),
+    Case(2, 16, 448, 1, 4, 64, 64, 6, 128, "bfloat16"),
 ]
 
 
-@functools.cache
-def compiled(implementation, block_size, max_tail, scale, chunks):
-    extra = {} if chunks is None else {"list_chunk": chunks[0], "tail_chunk": chunks[1]}
-    return jax.jit(lambda *arrays: implementation(*arrays, block_size, max_tail, scale, **extra))
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("name", "case"), for_each_implementation(api.IMPLEMENTATIONS, CASES + KERNEL_CASES)
+)
 @settings(max_examples=8)
 @given(data=st.data())
-def test_agrees_with_reference_whatever_the_other_rows_hold(case, data):
-    batch, tokens, rows, kv_heads, group, head_dim, block, size, max_tail, chunks, *rest = case
-    per_head, dtype = rest
-    magnitude = data.draw(MAGNITUDES) if dtype == "float32" else 1.0
-    seed = data.draw(SEEDS)
-    rng = np.random.default_rng(seed + 1)
-    q, k, v = random_attention(
-        seed, batch, batch, tokens, rows, kv_heads, group, head_dim, magnitude
+def test_agrees_with_reference_whatever_the_other_rows_hold(name, case, data):
+    magnitude = data.draw(MAGNITUDES)
+    longest = case.rows - case.tokens
+    length = st.sampled_from([x for x in (0, 5, 17, 130, longest - 1, longest) if x <= longest])
+    lengths, tail_start, counts = [], [], []
+    for _ in range(case.batch):
+        length_ = data.draw(length)
+        shortest = max(0, length_ + case.tokens - case.max_tail)
+        start = data.draw(st.sampled_from([shortest, (shortest + length_) // 2, length_]))
+        most = min(case.size, start // case.block)  # blocks that lie below the tail
+        lengths.append(length_)
+        tail_start.append(start)
+        counts.append(data.draw(st.sampled_from([0, min(1, most), max(0, most - 1), most])))
+    clean, poisoned = case.arrays(
+        data.draw(SEEDS), magnitude, lengths, tail_start, counts, data.draw(POISONS)
     )
-    lists = kv_heads if per_head else 1
 
-    lengths = [data.draw(st.sampled_from([0, 5, 17, rows - tokens])) for _ in range(batch)]
-    tail_start, counts = np.zeros((2, batch), np.int32)
-    blocks = rng.integers(-(2**31), 2**31, (batch, lists, size)).astype(np.int32)
-    dead = np.ones((batch, kv_heads, rows), bool)
-    for i, length in enumerate(lengths):
-        shortest = max(0, length + tokens - max_tail)
-        start = data.draw(st.sampled_from([shortest, (shortest + length) // 2, length]))
-        tail_start[i] = start
-        below = start // block  # blocks that lie below the tail
-        counts[i] = data.draw(st.sampled_from([0, min(1, size, below), min(size, below)]))
-        for head in range(lists):
-            listed = np.sort(rng.choice(below, counts[i], replace=False))
-            blocks[i, head, : counts[i]] = listed
-            heads = head if per_head else slice(None)
-            for b in listed:
-                dead[i, heads, b * block : min((b + 1) * block, start)] = False
-        dead[i, :, start : length + tokens] = False
+    extra = {}
+    if name == "xla" and case.chunks is not None:
+        extra = dict(zip(("list_chunk", "tail_chunk"), case.chunks, strict=True))
+    run = compiled_sparse(api.IMPLEMENTATIONS[name].run, case.statics, **extra)
+    expect = sparse_reference_of(case)
+    actual, expected = run(*poisoned), expect(*clean)
+    assert_attention(actual, expected, case, magnitude)
+    assert_same(run(*poisoned), actual)
+    assert_same(run(*clean), actual)
+    assert_same(expect(*poisoned), expected)
 
-    poison = data.draw(POISONS)
-    poisoned_k, poisoned_v = (np.where(dead[..., None], np.float32(poison), x) for x in (k, v))
-    q, k, v, poisoned_k, poisoned_v = (
-        jnp.asarray(x).astype(dtype) for x in (q, k, v, poisoned_k, poisoned_v)
-    )
-    lists = (blocks, counts, np.array(lengths, np.int32), tail_start)
-    lists = tuple(map(jnp.asarray, lists))
-    run = compiled(xla.sparse_attention, block, max_tail, head_dim**-0.5, chunks)
-    expect = compiled(reference.sparse_attention, block, max_tail, head_dim**-0.5, None)
-    actual = run(q, poisoned_k, poisoned_v, *lists)
-    expected = expect(q, k, v, *lists)
 
-    assert actual[0].dtype == q.dtype
-    assert actual[1].dtype == jnp.float32
-    assert_close(actual[0], expected[0], TOLERANCE[dtype] * logit_noise(magnitude, dtype), "out")
-    assert_close(actual[1], expected[1], 5e-6, "lse")
-    for other in (run(q, poisoned_k, poisoned_v, *lists), run(q, k, v, *lists)):
-        jax.tree.map(np.testing.assert_array_equal, other, actual)
-    poisoned = expect(q, poisoned_k, poisoned_v, *lists)
-    jax.tree.map(np.testing.assert_array_equal, poisoned, expected)
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_the_hopper_kernel_takes_its_cases(case):
+    assert case.taken_by("mosaic_gpu")
+
+
+@pytest.mark.parametrize("sinks", [[0.5, -np.inf], [30.0, -2.0]])
+def test_sinks_take_weight_and_have_no_value(sinks):
+    q, k, v = random_attention(5, 1, 1, 2, 16, 1, 2, 16, 1.0)
+    blocks, counts = np.array([[2, 0]], np.int32), np.array([2], np.int32)
+    lengths, tail_start = np.array([13], np.int32), np.array([12], np.int32)
+    settings = {"block_size": 4, "max_tail": 4, "sinks": np.array(sinks, np.float32)}
+    actual = [
+        jax.jit(functools.partial(sparse_attention, **settings, kernels=kernels))(
+            q, k, v, blocks, counts, lengths, tail_start=tail_start
+        )
+        for kernels in ("xla", "reference")
+    ]
+
+    out, lse = np.zeros(q.shape), np.zeros(q.shape[:3])
+    for t, h in np.ndindex(2, 2):
+        seen = [8, 9, 10, 11, 0, 1, 2, 3, *range(12, 14 + t)]
+        weights = np.exp(k[0, 0, seen].astype(np.float64) @ q[0, t, h] / 4)
+        total = weights.sum() + np.exp(sinks[h])
+        out[0, t, h] = weights @ v[0, 0, seen] / total
+        lse[0, t, h] = np.log(total)
+    for result in actual:
+        assert_close(result[0], out, 2e-6)
+        assert_close(result[1], lse, 2e-6)
 
 
 @pytest.mark.parametrize("block_size", [1, 8])
@@ -190,6 +203,7 @@ def test_does_not_copy_the_cache(dtype, size):
         ("block_size", {"block_size": 0}),
         ("max_tail", {"max_tail": 0}),
         ("max_tail", {"max_tail": 25}),
+        ("sinks", {"sinks": jnp.zeros((2,))}),
         ("q", {"q": jnp.zeros((1, 1, 4, 16))}),
         ("v", {"v": jnp.zeros((2, 2, 24, 16), jnp.bfloat16)}),
     ],

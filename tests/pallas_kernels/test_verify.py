@@ -8,83 +8,100 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import verify_attention
-from pallas_kernels.verify import reference, xla
-from pallas_kernels.verify.key_scores import KeyScores
-from tests.pallas_kernels.arrays import (
-    MAGNITUDES,
-    POISONS,
-    SEEDS,
-    TOLERANCE,
-    assert_close,
-    logit_noise,
-    random_attention,
+from pallas_kernels.verify import api
+from tests.pallas_kernels.arrays import MAGNITUDES, POISONS, SEEDS, assert_close, random_attention
+from tests.pallas_kernels.cases import VerifyCase as Case
+from tests.pallas_kernels.cases import (
+    assert_attention,
+    assert_same,
+    assert_scores,
+    compiled_verify,
+    for_each_implementation,
+    verify_reference_of,
 )
 
-# Query batch, cache batch, T, S, K, G, D, chunk, dtype, scores.
 CASES = [
-    (2, 2, 1, 40, 2, 4, 16, 16, "float32", "last"),
-    (3, 3, 7, 50, 2, 1, 64, 16, "float32", "first+last"),
-    (1, 1, 16, 33, 1, 8, 128, 32, "float32", "all"),
-    (2, 2, 5, 37, 3, 2, 16, None, "float32", "each"),
-    (1, 3, 12, 48, 2, 3, 16, 16, "float32", "last"),  # prefill of one slot
-    (2, 2, 7, 45, 2, 4, 64, 16, "bfloat16", "first+last"),
-    (2, 3, 3, 45, 2, 4, 16, 16, "bfloat16", None),
-    (2, 2, 4, 45, 2, 4, 64, 16, "float16", "all"),
+    Case(2, 2, 1, 40, 2, 4, 16, "float32", "last", chunk=16),
+    Case(3, 3, 7, 50, 2, 1, 64, "float32", "first+last", chunk=16),
+    Case(1, 1, 16, 33, 1, 8, 128, "float32", "all", chunk=32),
+    Case(2, 2, 5, 37, 3, 2, 16, "float32", "each"),
+    Case(1, 3, 12, 48, 2, 3, 16, "float32", "last", chunk=16),  # prefill of one slot
+    Case(2, 2, 7, 45, 2, 4, 64, "bfloat16", "first+last", "logit", True, chunk=16),
+    Case(2, 3, 3, 45, 2, 4, 16, "bfloat16", chunk=16),
+    Case(2, 2, 4, 45, 2, 4, 64, "float16", "all", "logit", True, chunk=16),
+    Case(2, 2, 7, 48, 2, 2, 16, "float32", window=9, sinks=True, chunk=16),
+    Case(2, 2, 3, 40, 1, 2, 16, "float32", window=100, chunk=16),  # longer than the cache
+    Case(1, 2, 2, 40, 1, 3, 16, "float32", "all", "weight", sinks=True, chunk=16),
+    Case(2, 2, 3, 45, 1, 2, 16, "float32", "each", "logit", block=5, chunk=17),
+    Case(2, 2, 2, 48, 2, 2, 16, "float32", "first+last", "weight", block=24, chunk=16),
+]
+# What the kernels take: 16 bits, head_dim 64 or 128, a multiple of 64 rows.
+KERNEL_CASES = [
+    Case(3, 3, 7, 192, 2, 4, 128, "bfloat16", "first+last", "logit"),
+    Case(2, 2, 1, 128, 2, 4, 64, "bfloat16", "last", "weight", block=16),
+    Case(2, 3, 16, 320, 2, 8, 64, "float16", "all", "weight", block=8),
+    Case(2, 2, 16, 192, 1, 8, 128, "bfloat16", "each", "weight", per_kv_head=True, sinks=True),
+    Case(2, 2, 7, 256, 1, 5, 64, "bfloat16", window=70, sinks=True),
 ]
 
 
-@functools.cache
-def compiled(implementation, key_scores, scale, chunk):
-    extra = {} if chunk is None else {"chunk": chunk}
-    return jax.jit(
-        lambda q, k, v, lengths, slots: implementation(
-            q, k, v, lengths, slots, key_scores, scale, **extra
-        )
-    )
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("name", "case"), for_each_implementation(api.IMPLEMENTATIONS, CASES + KERNEL_CASES)
+)
 @settings(max_examples=8)
 @given(data=st.data())
-def test_agrees_with_reference_whatever_lies_past_the_valid_rows(case, data):
-    batch, cache_batch, tokens, rows, kv_heads, group, head_dim, chunk, dtype, scores = case
-    magnitude = data.draw(MAGNITUDES) if dtype == "float32" else 1.0
-    mode, per_kv_head = ("weight", False) if magnitude != 1.0 else ("logit", True)
-    shape = (batch, cache_batch, tokens, rows, kv_heads, group, head_dim)
-    q, k, v = random_attention(data.draw(SEEDS), *shape, magnitude)
-    length = st.sampled_from([0, 1, 15, 16, rows - tokens - 1, rows - tokens])
-    lengths = np.array(data.draw(st.lists(length, min_size=batch, max_size=batch)), np.int32)
-    slots = None
-    if cache_batch != batch:
-        slots = np.array(data.draw(st.permutations(range(cache_batch)))[:batch], np.int32)
-
-    poisoned_k, poisoned_v = k.copy(), v.copy()
-    for i, length in enumerate(lengths):
-        slot = i if slots is None else slots[i]
-        for x in (poisoned_k, poisoned_v):
-            x[slot, :, length + tokens :] = data.draw(POISONS)
-    q, k, v, poisoned_k, poisoned_v = (
-        jnp.asarray(x).astype(dtype) for x in (q, k, v, poisoned_k, poisoned_v)
+def test_agrees_with_reference_whatever_lies_past_the_valid_rows(name, case, data):
+    magnitude = data.draw(MAGNITUDES)
+    mode = case.mode or ("logit" if magnitude == 1.0 else "weight")
+    longest = case.rows - case.tokens
+    length = st.sampled_from(
+        [x for x in (0, 1, 15, 16, 63, 64, longest - 1, longest) if x <= longest]
     )
-    key_scores = None if scores is None else KeyScores.of(scores, tokens, mode, per_kv_head)
-    run = compiled(xla.verify_attention, key_scores, head_dim**-0.5, chunk)
-    expect = compiled(reference.verify_attention, key_scores, head_dim**-0.5, None)
-    actual = run(q, poisoned_k, poisoned_v, lengths, slots)
-    expected = expect(q, k, v, lengths, slots)
+    lengths = data.draw(st.lists(length, min_size=case.batch, max_size=case.batch))
+    slots = None
+    if case.cache_batch != case.batch:
+        slots = data.draw(st.permutations(range(case.cache_batch)))[: case.batch]
+    clean, poisoned = case.arrays(data.draw(SEEDS), magnitude, lengths, slots, data.draw(POISONS))
 
-    tolerance = TOLERANCE[dtype] * logit_noise(magnitude, dtype)
-    assert actual[0].dtype == q.dtype
-    assert actual[1].dtype == jnp.float32
-    assert_close(actual[0], expected[0], tolerance, "out")
-    assert_close(actual[1], expected[1], 5e-6, "lse")
-    if scores is None:
-        assert actual[2] is None
-    else:
-        assert_close(actual[2], expected[2], 5e-6 * logit_noise(magnitude, dtype), "scores")
-    again = run(q, poisoned_k, poisoned_v, lengths, slots)
-    jax.tree.map(np.testing.assert_array_equal, again, actual)
-    clean = run(q, k, v, lengths, slots)
-    jax.tree.map(np.testing.assert_array_equal, clean, actual)
+    extra = {} if name != "xla" or case.chunk is None else {"chunk": case.chunk}
+    run = compiled_verify(api.IMPLEMENTATIONS[name].run, case.statics(mode), **extra)
+    actual = run(*poisoned)
+    expected = verify_reference_of(case, mode)(*clean)
+    assert_attention(actual, expected, case, magnitude)
+    assert_scores(actual[2], expected[2], case.key_scores(mode), name, magnitude)
+    assert_same(run(*poisoned), actual)
+    assert_same(run(*clean), actual)
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_the_hopper_kernel_takes_its_cases(case):
+    assert case.taken_by("mosaic_gpu")
+
+
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("sinks", [None, [0.5, -np.inf, 30.0, -2.0]])
+def test_attends_to_a_window_and_sinks(window, sinks):
+    batch, tokens, rows, kv_heads, group, head_dim = 2, 3, 16, 2, 2, 16
+    q, k, v = random_attention(5, batch, batch, tokens, rows, kv_heads, group, head_dim, 1.0)
+    lengths = np.array([0, 11], np.int32)
+    sinks = None if sinks is None else np.array(sinks, np.float32)
+    settings = {"window": window, "sinks": sinks}
+    actual = [
+        jax.jit(functools.partial(verify_attention, **settings, kernels=kernels))(q, k, v, lengths)
+        for kernels in ("xla", "reference")
+    ]
+
+    out, lse = np.zeros(q.shape), np.zeros(q.shape[:3])
+    for b, t, h in np.ndindex(*lse.shape):
+        end = lengths[b] + t + 1
+        seen = slice(0 if window is None else max(0, end - window), end)
+        weights = np.exp(k[b, h // group, seen].astype(np.float64) @ q[b, t, h] / 4)
+        total = weights.sum() + (0 if sinks is None else np.exp(sinks[h]))
+        out[b, t, h] = weights @ v[b, h // group, seen] / total
+        lse[b, t, h] = np.log(total)
+    for result in actual:
+        assert_close(result[0], out, 2e-6)
+        assert_close(result[1], lse, 2e-6)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +118,13 @@ def test_agrees_with_reference_whatever_lies_past_the_valid_rows(case, data):
         ("each", "logit", False),
     ],
 )
-def test_scores_are_means_over_rows_and_heads(scores, mode, per_kv_head):
+@pytest.mark.parametrize("block", [1, 4])
+def test_scores_are_means_over_rows_and_heads(scores, mode, per_kv_head, block):
     batch, tokens, rows, kv_heads, group, head_dim = 2, 4, 24, 2, 3, 16
     q, k, v = random_attention(1, batch, batch, tokens, rows, kv_heads, group, head_dim, 1.0)
     lengths = np.array([7, rows - tokens], np.int32)
     settings = {"scores": scores, "score_mode": mode, "per_kv_head": per_kv_head}
+    settings["score_block"] = block
     actual = [
         jax.jit(functools.partial(verify_attention, **settings, kernels=kernels))(q, k, v, lengths)
         for kernels in ("xla", "reference")
@@ -123,8 +142,9 @@ def test_scores_are_means_over_rows_and_heads(scores, mode, per_kv_head):
                 if mode == "weight":
                     value = np.exp(logits - logits.max())
                     value /= value.sum()
-                found[i, h // group, h % group, : lengths[b] + 1] = value[: lengths[b] + 1]
-        found = found.mean(axis=2)
+                scored = (lengths[b] + 1) // block * block  # whole blocks that every query sees
+                found[i, h // group, h % group, :scored] = value[:scored]
+        found = found.reshape(*found.shape[:-1], -1, block).mean(axis=(2, 4))
         found = found if per_kv_head else found.mean(axis=1)
         expected.append(found if scores == "each" else found.mean(axis=0))
     for _, _, key_scores in actual:
@@ -171,6 +191,11 @@ def test_does_not_copy_the_cache(dtype, slots):
         ("kernels", {"kernels": "cuda"}),
         ("scores", {"scores": "middle"}),
         ("score_mode", {"score_mode": "rank"}),
+        ("score_block", {"scores": "all", "score_block": 5}),
+        ("score_block", {"scores": "all", "score_block": 0}),
+        ("scores", {"scores": "all", "window": 4}),
+        ("window", {"window": 0}),
+        ("sinks", {"sinks": jnp.zeros((2,))}),
         ("lengths", {"lengths": jnp.zeros((3,), jnp.int32)}),
         ("lengths", {"lengths": jnp.zeros((2,), jnp.float32)}),
         ("slots", {"slots": jnp.zeros((1,), jnp.int32)}),
