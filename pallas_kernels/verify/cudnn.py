@@ -17,6 +17,7 @@ the past's last tile reads up to 127 rows from `lengths` on, and they must be fi
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,10 +79,9 @@ def flash_attention(
     v: Float[Array, "P K S D"],
     scale: float,
     *,
-    causal: bool = False,
-    window: int | None = None,
     lengths: Int[Array, " b"] | None = None,
     pages: Int[Array, "b N"] | None = None,
+    window: int | None = None,
 ) -> Part:
     """Attention by cuDNN, in the arrays' own layout and with the log-sum-exp.
 
@@ -94,31 +94,27 @@ def flash_attention(
       k: keys, one array per sequence (P = b), or pages of S rows.
       v: values, likewise.
       scale: factor on q.k.
-      causal: query t sees the keys up to row t.
-      window: and of these the last `window`; only with `causal`.
-      lengths: how many keys a sequence has, at least 1; None is S.
+      lengths: every query sees so many keys, at least 1. None: query t sees the keys 0 .. t.
       pages: for each sequence its pages in order, at least as many as `lengths` reaches into; the
         others may be any. b * N = P, or jax's `paged_attention` refuses. Only with `lengths`.
+      window: a query sees only the last `window` keys, its own included; only without `lengths`.
     """
     # Not part of JAX's public interface, so not imported before it is needed.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    batch, _, tokens, _ = q.shape
-    options = {"scale": scale, "qkv_layout": "BNTH", "return_residual": True}
+    options: dict[str, Any] = {"scale": scale, "qkv_layout": "BNTH", "return_residual": True}
     if lengths is None:
-        mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-        return cudnn.dot_product_attention(
-            q, k, v, mask_type=mask, sliding_window_length=window, **options
-        )
-    mask = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
-    options |= {"mask_type": mask, "sliding_window_length": window}
-    query_lengths = jnp.full(batch, tokens, jnp.int32)
+        options |= {"mask_type": cudnn.MaskType.CAUSAL, "sliding_window_length": window}
+        return cudnn.dot_product_attention(q, k, v, **options)
+    options |= {
+        "mask_type": cudnn.MaskType.PADDING,
+        "q_seqlen": jnp.full_like(lengths, q.shape[2]),
+        "kv_seqlen": lengths,
+    }
     if pages is None:
-        return cudnn.dot_product_attention(
-            q, k, v, q_seqlen=query_lengths, kv_seqlen=lengths, **options
-        )
+        return cudnn.dot_product_attention(q, k, v, **options)
     table = pages[:, None, :, None]
-    return cudnn.paged_attention(q, k, v, query_lengths, lengths, table, table, **options)
+    return cudnn.paged_attention(q, k, v, page_table_k=table, page_table_v=table, **options)
 
 
 def verify_attention(
@@ -203,7 +199,7 @@ def _attend_chunk(
 ) -> Part:
     """Attention of the new tokens to one another."""
     keys, values = (read_ragged_rows(x, slots, lengths, queries.shape[2]) for x in (k, v))
-    return attend(queries, keys, values, scale, causal=True)
+    return attend(queries, keys, values, scale)
 
 
 def _attend_window(
@@ -233,6 +229,6 @@ def _attend_window(
     padded = jax.vmap(lambda x, q, at: lax.dynamic_update_slice_in_dim(x, q, at, axis=1))(
         padded, queries, before
     )
-    out, lse = attend(padded, keys, values, scale, causal=True, window=window)
+    out, lse = attend(padded, keys, values, scale, window=window)
     take = jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, tokens, axis=1))
     return take(out, before), take(lse, before)
