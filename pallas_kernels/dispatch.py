@@ -89,7 +89,7 @@ def lacks(kernels: str) -> str | None:
         if (compute_capability() or 0.0) < 8.0:
             return f"an NVIDIA GPU of compute capability 8.0 or later, not {device_name()}"
         if not has_cudnn():
-            return "cuDNN, which this JAX does not find: pip install 'vegas_jax[cuda13]'"
+            return "cuDNN, which JAX does not find: pip install 'vegas_jax[cuda13]' (or [cuda12])"
     if kernels == "mosaic_gpu":
         if not has_mosaic_gpu():
             return f"jax 0.11 or later, but this is {jax.__version__}"

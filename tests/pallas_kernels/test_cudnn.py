@@ -191,13 +191,27 @@ def test_auto_says_so_only_when_it_falls_back(monkeypatch, caplog):
     ]
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
-def test_says_what_is_missing():
-    with pytest.raises(ValueError, match="`kernels` is 'cudnn', which needs an NVIDIA GPU of comp"):
+@pytest.mark.parametrize(
+    ("capability", "found", "missing"),
+    [(None, True, "capability 8.0"), (7.5, True, "capability 8.0"), (8.0, False, "cuDNN")],
+)
+def test_says_what_is_missing(capability, found, missing, monkeypatch):
+    assert dispatch.has_cudnn() in (True, False)
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: capability)
+    monkeypatch.setattr(dispatch, "has_cudnn", lambda: found)
+    array, lengths = jnp.zeros((1, 8, 1, 16)), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match=f"^`kernels` is 'cudnn', which needs .*{missing}.*[.]$"):
         verify_attention(
-            jnp.zeros((1, 1, 1, 16)),
-            jnp.zeros((1, 1, 8, 16)),
-            jnp.zeros((1, 1, 8, 16)),
-            jnp.zeros(1, jnp.int32),
-            kernels="cudnn",
+            array, array.swapaxes(1, 2), array.swapaxes(1, 2), lengths, kernels="cudnn"
         )
+
+
+def test_hands_the_window_to_cudnn(cudnn_present):
+    q = jax.ShapeDtypeStruct((2, 512, 64, 64), "bfloat16")
+    cache = jax.ShapeDtypeStruct((2, 8, 4096, 64), "bfloat16")
+    run = jax.jit(lambda *arrays: cudnn.verify_attention(*arrays, None, None, 0.1, window=128))
+    lengths = jax.ShapeDtypeStruct((2,), "int32")
+    text = run.trace(q, cache, cache, lengths).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall("custom_call @__cudnn.*", text)
+    assert "sliding_window_length\\22: 128" in call
+    assert "mask_type\\22: \\22CAUSAL" in call
