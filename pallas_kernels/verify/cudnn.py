@@ -9,10 +9,11 @@ What is copied. Past keys and values are read where they are, [B, K, S, D]; with
 of the cache that a page table names. The chunk's T rows (and a window's) are copied, for they start
 at any row. No mask is an array.
 
-What cuDNN may read. It takes keys in tiles of at most 128 (the kernels' names say 64 or 128) from
-row 0 on, gives those past a sequence's end the weight 0, and multiplies that with the values. So
-the past's last tile reads up to 127 rows from `lengths` on, and they must be finite: with at least
-128 query tokens they are the chunk's own. The copied parts end where their arrays do.
+What cuDNN may read. It takes keys in tiles from row 0 on, gives those past a sequence's end the
+weight 0, and multiplies that with the values. So the past's last tile may read rows from `lengths`
+on, and they must be finite: with at least as many query tokens as a tile has keys, they are the
+chunk's own. That a tile has at most 128 keys is an assumption, since cuDNN does not document it.
+The copied parts end where their arrays do.
 """
 
 import functools
@@ -27,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.cache_reads import read_ragged_rows
 from pallas_kernels.verify.key_scores import KeyScores
 
-MIN_TOKENS = 128  # the longest tile of keys, see above
+MIN_TOKENS = 128  # the longest tile of keys, as assumed above
 MAX_HEAD_DIM = 128  # on every GPU that cuDNN's flash attention runs on; Hopper has up to 256
 PAGE = 128  # cache rows; a tile never needs two pages
 
