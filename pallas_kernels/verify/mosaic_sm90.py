@@ -21,6 +21,7 @@ number exists it is all that is written:
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -124,11 +125,11 @@ def verify_attention(
     group = heads // kv_heads
     order = splits.token_order(tokens, key_scores.rows if key_scores is not None else ())
     rows = splits.pack(q, kv_heads, order)
-    if slots is None:
-        slots = np.arange(batch, dtype=np.int32)  # of numpy: a constant, not a kernel that makes it
+    # Of numpy: a constant, not a kernel that makes it.
+    cache_slots = np.arange(batch, dtype=np.int32) if slots is None else slots
     config = config or Config.of(batch, kv_heads, rows.shape[2], head_dim, cache_rows)
 
-    inputs: dict[str, Any] = {"q": rows, "k": k, "v": v, "lengths": lengths, "slots": slots}
+    inputs: dict[str, Any] = {"q": rows, "k": k, "v": v, "lengths": lengths, "slots": cache_slots}
     part_shape = (batch, kv_heads, config.parts, rows.shape[2])
     shapes: dict[str, Any] = {
         "out": jax.ShapeDtypeStruct((*part_shape, head_dim), jnp.float32),
@@ -205,4 +206,5 @@ def emulate(*arguments: Any) -> Any:
     """`verify_attention` in Pallas's emulation of a GPU, for tests; looks for races."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return verify_attention(*arguments, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    return functools.partial(verify_attention, interpret=params)(*arguments)
