@@ -11,7 +11,7 @@ positions is stale three drafts later (docs/selection.md has the figures).
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import gather_blocks, pool_scores, select_top_k, sparse_attention
 from vegas_jax.cache import KVCache
@@ -55,17 +55,11 @@ def select(
     block, scored = spec.sparse_block_size, spec.score_block
     context = lengths + 1
     ranked = context // block * block
-    pool = -(-spec.score_pool[0] // scored), -(-spec.score_pool[1] // scored)
-
-    def block_scores(layer_scores: Array) -> Array:
-        if spec.score_rows == "last_accepted":
-            row = jnp.expand_dims(accepted, range(1, layer_scores.ndim))
-            layer_scores = jnp.take_along_axis(layer_scores, row, axis=1)[:, 0]
-        limit = jnp.expand_dims(ranked // scored, range(1, layer_scores.ndim - 1))
-        return pool_scores(layer_scores, limit, pool=pool, block_size=block // scored)
-
+    if spec.score_rows == "last_accepted":
+        row = jnp.expand_dims(accepted, range(1, scores[0].ndim))
+        scores = tuple(jnp.take_along_axis(s, row, axis=1)[:, 0] for s in scores)
     # Pooling goes layer by layer, the ranking of all layers is one call.
-    pooled = jnp.stack([block_scores(s) for s in scores])  # [L, b, (K,) S / block]
+    pooled = jnp.stack([block_scores(spec, s, ranked) for s in scores])  # [L, b, (K,) S / block]
     num_blocks = jnp.minimum(-(-key_budget(spec, context) // block), ranked // block)
     per_row = jnp.expand_dims(num_blocks, (0, *range(2, pooled.ndim - 1)))
     blocks, counts = select_top_k(
@@ -77,6 +71,20 @@ def select(
     )
     first = counts[0] if counts.ndim == 2 else counts[0, :, 0]
     return Selection(blocks, first, ranked)
+
+
+def block_scores(
+    spec: SpecConfig, scores: Float[Array, "b *K S/score_block"], ranked: Int[Array, "b"]
+) -> Float[Array, "b *K S/block"]:
+    """What a layer's blocks are ranked by: its key scores, smoothed, then averaged by blocks.
+
+    `ranked` is the number of ranked positions; -inf for the blocks from there on.
+    """
+    scored = spec.score_block
+    back, ahead = (-(-reach // scored) for reach in spec.score_pool)
+    limit = jnp.expand_dims(ranked // scored, range(1, scores.ndim - 1))
+    block = spec.sparse_block_size // scored
+    return pool_scores(scores, limit, pool=(back, ahead), block_size=block)
 
 
 class Prepared(NamedTuple):
