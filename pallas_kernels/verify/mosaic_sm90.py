@@ -39,7 +39,7 @@ from pallas_kernels.verify.side_outputs import (
     scoring_rows,
 )
 
-SUMMED_KEYS = 8  # keys whose weights are added up for block scores
+SUMMED_KEYS = 8  # keys whose logits or weights are added up for block scores
 MAX_ROWS = 128
 PROCESSORS = 132
 
@@ -134,17 +134,18 @@ def verify_attention(
         "out": jax.ShapeDtypeStruct((*part_shape, head_dim), jnp.float32),
         "lse": jax.ShapeDtypeStruct(part_shape, jnp.float32),
     }
+    by_runs = key_scores is not None and key_scores.block % SUMMED_KEYS == 0
+    runs = cache_rows // SUMMED_KEYS if by_runs else cache_rows
     if key_scores is not None and key_scores.mode == "logit":
         inputs["scorer"] = _scorer(q, kv_heads, key_scores.rows)
-        shapes["logits"] = jax.ShapeDtypeStruct((batch, kv_heads, cache_rows), jnp.float32)
+        shapes["logits"] = jax.ShapeDtypeStruct((batch, kv_heads, runs), jnp.float32)
     elif key_scores is not None:
-        scored = (batch, kv_heads, splits.padded(len(key_scores.rows) * group))
-        if key_scores.block % SUMMED_KEYS == 0:
+        scored = (batch, kv_heads, len(key_scores.rows) * group)
+        if by_runs:
             inputs["summer"] = _summer(config.keys).astype(q.dtype)
-            shape = (*scored, cache_rows // SUMMED_KEYS)
-            shapes["sums"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+            shapes["sums"] = jax.ShapeDtypeStruct((*scored, runs), jnp.float32)
         else:
-            shapes["weights"] = jax.ShapeDtypeStruct((*scored, cache_rows), jnp.bfloat16)
+            shapes["weights"] = jax.ShapeDtypeStruct((*scored, runs), jnp.bfloat16)
             shape = (batch, kv_heads, cache_rows // config.keys, scored[2])
             shapes["peaks"] = jax.ShapeDtypeStruct(shape, jnp.float32)
 
@@ -170,15 +171,15 @@ def _scores(
 ) -> Float[Array, "b *rest S/block"]:
     """Key scores from what the kernel wrote."""
     if "logits" in results:
-        return scores_from_means(results["logits"][:, :, None], key_scores, lengths)
+        means = results["logits"][:, :, None]
+        summed = SUMMED_KEYS if key_scores.block % SUMMED_KEYS == 0 else 1
+        return scores_from_means(means, key_scores, lengths, summed)
     if "sums" in results:
         return scores_from_log_sums(results["sums"], lse, key_scores, lengths, SUMMED_KEYS)
     weights, peaks = results["weights"], results["peaks"].swapaxes(2, 3)  # [b, K, R, S / keys]
     row_lse = scoring_rows(lse, key_scores, weights.shape[1]) * LOG2_E
-    scored = row_lse.shape[2] * row_lse.shape[3]
-    factors = jnp.exp2(peaks[:, :, :scored].reshape(*row_lse.shape, -1) - row_lse[..., None])
-    weights = weights[:, :, :scored].astype(jnp.float32).reshape(*factors.shape, -1)
-    weights = weights * factors[..., None]
+    factors = jnp.exp2(peaks.reshape(*row_lse.shape, -1) - row_lse[..., None])
+    weights = weights.astype(jnp.float32).reshape(*factors.shape, -1) * factors[..., None]
     return scores_from_weights(weights.reshape(*row_lse.shape, -1), key_scores, lengths, summed=1)
 
 

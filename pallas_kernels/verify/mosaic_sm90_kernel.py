@@ -12,19 +12,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_tiles as tiles
 from pallas_kernels.mosaic_tiles import ROWS, Notes, Tiling
+from pallas_kernels.verify import sm90_stores as stores
 
 
 @dataclasses.dataclass
 class Logits(Notes):
-    """Writes each key's product with the scorer."""
+    """Writes each key's product with the scorer, or the mean over every few keys."""
 
     tiling: Tiling
     half: Any
     begin: Any  # the part's first tile
     scale: float
     scorer: Any  # shared [8, D]: eight vectors whose sum it is
-    staged: Any  # shared [keys]
-    out: Any  # [S]
+    out: Any  # [S / summed]
+    summed: int  # 1 or 8 keys
+    emulated: bool
 
     @property
     def logits_types(self) -> Sequence[Any]:  # type: ignore[override]
@@ -36,15 +38,18 @@ class Logits(Notes):
         plgpu.wgmma(accumulators[0], keys, self.scorer.transpose((1, 0)))
 
     def note(self, products: Any, sums: Any, weights: Any, peak: Any, tile: Any) -> None:
-        """Adds up the eight products of each key."""
+        """Adds up the eight products of each key, and neighbouring keys."""
 
         @tiles.for_half(self.half, 0)
         def _() -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.staged[...] = products[0].sum(axis=1) * self.scale
-            plgpu.commit_smem()
-            here = pl.ds((self.begin + tile) * self.tiling.keys, self.tiling.keys)
-            plgpu.copy_smem_to_gmem(self.staged, self.out.at[here])
+            logits = products[0].sum(axis=1) * (self.scale / self.summed)
+            layout, size = tiles.ROW_VALUES, self.tiling.keys // self.summed
+            if self.summed == stores.EIGHT and self.emulated:
+                logits = logits.reshape(-1, stores.EIGHT).sum(axis=1)
+            elif self.summed == stores.EIGHT:
+                logits, layout = stores.sum_eights(logits), stores.SUMS_OF_EIGHT
+            here = pl.ds((self.begin + tile) * size, size)
+            put(logits, self.out.at[here], 0, layout, self.emulated)
 
 
 @dataclasses.dataclass
@@ -54,26 +59,17 @@ class Weights(Notes):
     tiling: Tiling
     half: Any
     begin: Any
-    staged: Any  # shared [ROWS, keys]
-    staged_peaks: Any  # shared [ROWS]
     out: Any  # [R, S]
     peaks: Any  # [S / keys, R]
+    emulated: bool
 
     def note(self, products: Any, sums: Any, weights: Any, peak: Any, tile: Any) -> None:
-        """Copies a tile's weights out, by way of shared memory."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.staged[...] = weights.astype(self.staged.dtype)
-        self.staged_peaks[...] = peak
-        plgpu.commit_smem()
-        tile = self.begin + tile
+        """Writes a tile's weights and peaks."""
+        first, tile = self.half * ROWS, self.begin + tile
         columns = pl.ds(tile * self.tiling.keys, self.tiling.keys)
-        for which, rows in enumerate(self.tiling.rows_of_halves(self.out.shape[0])):
-
-            @tiles.for_half(self.half, which)
-            def _(which: int = which, rows: int = rows) -> None:
-                there, here = pl.ds(which * ROWS, rows), pl.ds(0, rows)
-                plgpu.copy_smem_to_gmem(self.staged.at[here], self.out.at[there, columns])
-                plgpu.copy_smem_to_gmem(self.staged_peaks.at[here], self.peaks.at[tile, there])
+        out, weights = self.out.at[:, columns], weights.astype(self.out.dtype)
+        put(weights, out, first, plgpu.Layout.WGMMA, self.emulated)
+        put(peak, self.peaks.at[tile], first, tiles.ROW_VALUES, self.emulated)
 
 
 @dataclasses.dataclass
@@ -84,9 +80,9 @@ class WeightSums(Notes):
     half: Any
     begin: Any
     summer: Any  # shared [columns, keys]: where its row i is 1, keys go to column i
-    staged: Any  # shared [ROWS, columns]
     out: Any  # [R, S / keys * columns]
     columns: int
+    emulated: bool
 
     @property
     def weights_types(self) -> Sequence[Any]:  # type: ignore[override]
@@ -98,18 +94,24 @@ class WeightSums(Notes):
         plgpu.wgmma(accumulators[0], weights, self.summer.transpose((1, 0)))
 
     def note(self, products: Any, sums: Any, weights: Any, peak: Any, tile: Any) -> None:
-        """Copies the sums' logarithms out."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        """Writes the sums' logarithms."""
         logs = jnp.log2(sums[0]) + lax.broadcast_in_dim(peak, sums[0].shape, [0])
-        self.staged[...] = logs
-        plgpu.commit_smem()
-        columns = pl.ds((self.begin + tile) * self.columns, self.columns)
-        for which, rows in enumerate(self.tiling.rows_of_halves(self.out.shape[0])):
+        out = self.out.at[:, pl.ds((self.begin + tile) * self.columns, self.columns)]
+        put(logs, out, self.half * ROWS, plgpu.Layout.WGMMA, self.emulated)
 
-            @tiles.for_half(self.half, which)
-            def _(which: int = which, rows: int = rows) -> None:
-                there, here = pl.ds(which * ROWS, rows), pl.ds(0, rows)
-                plgpu.copy_smem_to_gmem(self.staged.at[here], self.out.at[there, columns])
+
+def put(values: Any, out: Any, first: Any, layout: Any, emulated: bool) -> None:
+    """`sm90_stores.store`, and its twin for the emulation, which cannot run that."""
+    if not emulated:
+        stores.store(values, out, first, layout)
+        return
+    for half in range(-(-out.shape[0] // values.shape[0])):
+        start = half * values.shape[0]
+        rows = min(values.shape[0], out.shape[0] - start)
+
+        @pl.when(first == start)
+        def _(start: int = start, rows: int = rows) -> None:
+            out.at[pl.ds(start, rows)][...] = values[:rows]
 
 
 def build(
@@ -125,7 +127,8 @@ def build(
 ) -> Any:
     """The kernel for arguments of these shapes; `inputs` and `outputs` give its operands' order."""
     batch, kv_heads = inputs["q"].shape[:2]
-    tokens, keys = len(order), tiling.keys
+    tokens, keys, cache_rows = len(order), tiling.keys, inputs["k"].shape[2]
+    emulated = interpret is not None
     names = (*inputs, *outputs)
 
     def body(*refs: Any, **scratch: Any) -> None:
@@ -170,16 +173,16 @@ def build(
             if "scorer" in ref or "summer" in ref:
                 plgpu.barrier_wait(scratch["noting_ready"])
             if "logits" in ref:
-                out, staged = ref["logits"].at[b, h], scratch["staged"].at[warpgroup]
-                notes = Logits(tiling, half, begin, scale, scratch["scorer"], staged, out)
+                out = ref["logits"].at[b, h]
+                summed = cache_rows // out.shape[0]
+                notes = Logits(tiling, half, begin, scale, scratch["scorer"], out, summed, emulated)
             elif "sums" in ref:
-                out, staged = ref["sums"].at[b, h], scratch["staged"].at[warpgroup]
                 columns = inputs["summer"].shape[0]
-                notes = WeightSums(tiling, half, begin, scratch["summer"], staged, out, columns)
+                out = ref["sums"].at[b, h]
+                notes = WeightSums(tiling, half, begin, scratch["summer"], out, columns, emulated)
             elif "weights" in ref:
-                out, staged = ref["weights"].at[b, h], scratch["staged"].at[warpgroup]
-                staged_peaks, peaks = scratch["peaks"].at[warpgroup], ref["peaks"].at[b, h]
-                notes = Weights(tiling, half, begin, staged, staged_peaks, out, peaks)
+                out, peaks = ref["weights"].at[b, h], ref["peaks"].at[b, h]
+                notes = Weights(tiling, half, begin, out, peaks, emulated)
             result = tiles.attend(
                 tiling, scratch, warpgroup, steps, whole, visible, readable, scale, notes
             )
@@ -200,18 +203,10 @@ def build(
             tiles.fill(tiling, scratch, steps, load)
 
     scratch = tiling.scratch()
-    if "logits" in outputs:
+    if "scorer" in inputs:
         scratch["scorer"] = tiles.shared((8, tiling.head_dim), tiling.dtype)
-        scratch["staged"] = plgpu.SMEM((tiling.compute_warpgroups, keys), jnp.float32)
-    if "sums" in outputs:
-        columns = inputs["summer"].shape[0]
-        scratch["summer"] = tiles.shared((columns, keys), tiling.dtype)
-        shape = (tiling.compute_warpgroups, ROWS, columns)
-        scratch["staged"] = plgpu.SMEM(shape, jnp.float32)
-    if "weights" in outputs:
-        shape = (tiling.compute_warpgroups, ROWS, keys)
-        scratch["staged"] = tiles.shared(shape, outputs["weights"].dtype)
-        scratch["peaks"] = plgpu.SMEM((tiling.compute_warpgroups, ROWS), jnp.float32)
+    if "summer" in inputs:
+        scratch["summer"] = tiles.shared(inputs["summer"].shape, tiling.dtype)
     if "scorer" in inputs or "summer" in inputs:
         scratch["noting_ready"] = plgpu.Barrier()
     return plgpu.kernel(
