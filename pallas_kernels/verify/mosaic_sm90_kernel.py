@@ -25,7 +25,7 @@ class Logits(Notes):
     scale: float
     scorer: Any  # shared [8, D]: eight vectors whose sum it is
     out: Any  # [S / summed]
-    summed: int  # 1 or 8 keys
+    summed: int  # 1, 8, or 16 keys
     emulated: bool
 
     @property
@@ -44,10 +44,10 @@ class Logits(Notes):
         def _() -> None:
             logits = products[0].sum(axis=1) * (self.scale / self.summed)
             layout, size = tiles.ROW_VALUES, self.tiling.keys // self.summed
-            if self.summed == stores.EIGHT and self.emulated:
-                logits = logits.reshape(-1, stores.EIGHT).sum(axis=1)
-            elif self.summed == stores.EIGHT:
-                logits, layout = stores.sum_eights(logits), stores.SUMS_OF_EIGHT
+            if self.summed > 1 and self.emulated:
+                logits = logits.reshape(-1, self.summed).sum(axis=1)
+            elif self.summed > 1:
+                logits, layout = stores.sum_runs(logits, self.summed), stores.SUMS[self.summed]
             here = pl.ds((self.begin + tile) * size, size)
             put(logits, self.out.at[here], 0, layout, self.emulated)
 
@@ -80,14 +80,14 @@ class WeightSums(Notes):
     half: Any
     begin: Any
     summer: Any  # shared [columns, keys]: where its row i is 1, keys go to column i
-    out: Any  # [R, S / keys * columns]
-    columns: int
+    out: Any  # [R, S / summed]
+    summed: int
     emulated: bool
 
     @property
     def weights_types(self) -> Sequence[Any]:  # type: ignore[override]
         """The sums."""
-        return [plgpu.ACC((ROWS, self.columns), jnp.float32)]
+        return [plgpu.ACC((ROWS, self.summer.shape[0]), jnp.float32)]
 
     def with_weights(self, accumulators: Any, weights: Any) -> None:
         """Adds the weights up, as a product with zeros and ones."""
@@ -96,7 +96,8 @@ class WeightSums(Notes):
     def note(self, products: Any, sums: Any, weights: Any, peak: Any, tile: Any) -> None:
         """Writes the sums' logarithms."""
         logs = jnp.log2(sums[0]) + lax.broadcast_in_dim(peak, sums[0].shape, [0])
-        out = self.out.at[:, pl.ds((self.begin + tile) * self.columns, self.columns)]
+        columns = self.tiling.keys // self.summed
+        out = self.out.at[:, pl.ds((self.begin + tile) * columns, columns)]
         put(logs, out, self.half * ROWS, plgpu.Layout.WGMMA, self.emulated)
 
 
@@ -111,7 +112,8 @@ def put(values: Any, out: Any, first: Any, layout: Any, emulated: bool) -> None:
 
         @pl.when(first == start)
         def _(start: int = start, rows: int = rows) -> None:
-            out.at[pl.ds(start, rows)][...] = values[:rows]
+            held = values[tuple(map(slice, (rows, *out.shape[1:])))]
+            out.at[pl.ds(start, rows)][...] = held
 
 
 def build(
@@ -173,13 +175,13 @@ def build(
             if "scorer" in ref or "summer" in ref:
                 plgpu.barrier_wait(scratch["noting_ready"])
             if "logits" in ref:
-                out = ref["logits"].at[b, h]
+                out, scorer = ref["logits"].at[b, h], scratch["scorer"]
                 summed = cache_rows // out.shape[0]
-                notes = Logits(tiling, half, begin, scale, scratch["scorer"], out, summed, emulated)
+                notes = Logits(tiling, half, begin, scale, scorer, out, summed, emulated)
             elif "sums" in ref:
-                columns = inputs["summer"].shape[0]
-                out = ref["sums"].at[b, h]
-                notes = WeightSums(tiling, half, begin, scratch["summer"], out, columns, emulated)
+                out, summer = ref["sums"].at[b, h], scratch["summer"]
+                summed = cache_rows // out.shape[1]
+                notes = WeightSums(tiling, half, begin, summer, out, summed, emulated)
             elif "weights" in ref:
                 out, peaks = ref["weights"].at[b, h], ref["peaks"].at[b, h]
                 notes = Weights(tiling, half, begin, out, peaks, emulated)

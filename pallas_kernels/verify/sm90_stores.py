@@ -6,6 +6,7 @@ time than they would alone. Here they are written from registers, and marked as 
 evict last: they stay in it until they are read.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -19,50 +20,59 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic_tiles import ROW_VALUES
 
-EIGHT = 8
 REF = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT
-# Each thread of a warp holds the two sums of the warp's 16 rows of 64.
-SUMS_OF_EIGHT = plgpu.Layout.TILED(
-    plgpu.Tiling(((8,), (2,))), warp_dims=(-2,), lane_dims=(plgpu.Replicated(32),), vector_dim=-1
-)
+# Of 64 rows each warp has 16, and each of its threads holds the sum of these, or both of 8.
+SUMS = {
+    summed: plgpu.Layout.TILED(
+        plgpu.Tiling(((64 // summed,), (16 // summed,))),
+        warp_dims=(-2,),
+        lane_dims=(plgpu.Replicated(32),),
+        vector_dim=-1,
+    )
+    for summed in (8, 16)
+}
 
 
-def sum_eights(x: Float[Array, " n"]) -> Float[Array, " n/8"]:
-    """Sums of every eight neighbours of a vector in the layout ROW_VALUES, in SUMS_OF_EIGHT."""
-    size = x.shape[0] // EIGHT
+def sum_runs(x: Float[Array, " n"], summed: int) -> Float[Array, " n/summed"]:
+    """Sums of every 8 or 16 neighbours of a vector in the layout ROW_VALUES, in that of SUMS."""
+    size = x.shape[0] // summed
 
     @plgpu.inline_mgpu(
         arg_types=(ROW_VALUES,),
-        return_type=plgpu.ShapeDtypeStruct((size,), x.dtype, layout=SUMS_OF_EIGHT),
+        return_type=plgpu.ShapeDtypeStruct((size,), x.dtype, layout=SUMS[summed]),
     )
     def inline(_: Any, x: Any) -> Any:
-        layout = SUMS_OF_EIGHT.to_mgpu()
-        numbers = [vector.extract(number, [], [0]) for number in x.registers.flat]
-        for distance in (4, 8, 16):  # lanes i and i + 4 hold neighbours
-            numbers = [arith.addf(i, utils.shfl_bfly(i, distance)) for i in numbers]
-        pairs = np.empty(layout.registers_shape((size,)), dtype=object)
+        layout = SUMS[summed].to_mgpu()
         kind = layout.registers_element_type(x.mlir_dtype)
-        pairs.flat = [
-            vector.from_elements(kind, pair)
-            for pair in zip(numbers[::2], numbers[1::2], strict=True)
-        ]
-        return FragmentedArray(_registers=pairs, _layout=layout, _is_signed=None)
+        numbers = [vector.extract(number, [], [0]) for number in x.registers.flat]
+        pairs = list(zip(numbers[::2], numbers[1::2], strict=True))  # rows i and i + 8
+        vectors = [[arith.addf(*pair)] for pair in pairs] if summed == 16 else pairs
+        sums = np.empty(layout.registers_shape((size,)), dtype=object)
+        sums.flat = [vector.from_elements(kind, [_sum_rows(i) for i in own]) for own in vectors]
+        return FragmentedArray(_registers=sums, _layout=layout, _is_signed=None)
 
     return inline(x)
 
 
+def _sum_rows(number: ir.Value) -> ir.Value:
+    """The sum over 8 rows, of which lanes i and i + 4 of a warp hold neighbours."""
+    for distance in (4, 8, 16):
+        number = arith.addf(number, utils.shfl_bfly(number, distance))
+    return number
+
+
 def store(values: Array, out: jax.Ref, first: int | Int[Array, ""], layout: Any) -> None:
-    """Writes values[i] to out[first + i] in global memory, as far as there is such a row.
+    """Writes values[i] to out[first + i] in global memory, as far as there is such a place.
 
     Args:
       values: [n, columns], of 32 bits or, with an even number of 8 columns, of 16; or [n], of 32.
-      out: [rows, columns], or [rows].
+      out: [rows, even number of columns], or [rows].
       first: see above; not negative.
       layout: of the values, WGMMA or one of those above.
     """
     shape, rows = values.shape, out.shape[0]
-    all_fit = isinstance(first, int) and first + shape[0] <= rows
+    all_rows = isinstance(first, int) and first + shape[0] <= rows
 
     @plgpu.inline_mgpu(arg_types=(layout, REF, SCALAR))
     def inline(_: Any, values: Any, out: ir.Value, first: Any) -> None:
@@ -82,13 +92,18 @@ def store(values: Array, out: jax.Ref, first: int | Int[Array, ""], layout: Any)
         policy = llvm.inline_asm(
             _int(64), [], "createpolicy.fractional.L2::evict_last.b64 $0;", "=l"
         )
-        for (row, *column), stored in words.items():
-            if row >= rows:
-                continue  # of no thread
-            exists = arith.cmpi(arith.CmpIPredicate.ult, place[0], utils.c(rows - row, _int(64)))
-            ahead = sum(i * stride for i, stride in zip((row, *column), strides, strict=True))
+        for ahead, stored in words.items():
+            if any(i >= size for i, size in zip(ahead, kind.shape, strict=True)):
+                continue  # no thread has a place for it
+            checked = [not all_rows, *(size > kind.shape[1] for size in shape[1:])]
+            exists = [
+                arith.cmpi(arith.CmpIPredicate.ult, place[i], utils.c(kind.shape[i] - at, _int(64)))
+                for i, at in enumerate(ahead)
+                if checked[i]
+            ]
+            ahead = sum(i * stride for i, stride in zip(ahead, strides, strict=True))
             ahead = ahead * utils.bitwidth(kind.element_type) // 8
-            _store(stored, pointer, ahead, policy, None if all_fit else exists)
+            _store(stored, pointer, ahead, policy, exists)
 
     inline(values, out, lax.convert_element_type(first, "int32"))
 
@@ -133,16 +148,16 @@ def _exchange(
 
 
 def _store(
-    words: list[ir.Value], pointer: ir.Value, ahead: int, policy: ir.Value, where: ir.Value | None
+    words: list[ir.Value], pointer: ir.Value, ahead: int, policy: ir.Value, where: list[ir.Value]
 ) -> None:
     """Writes one or two words, `ahead` bytes after the pointer, with no branch."""
     operands, constraints = [pointer, policy, *words], "l,l" + ",r" * len(words)
     guard, width, listed = "", "", "$2"
     if len(words) == 2:
         width, listed = ".v2", "{$2, $3}"
-    if where is not None:
+    if where:
         guard, constraints = f"@${len(operands)} ", f"{constraints},b"
-        operands.append(where)
+        operands.append(functools.reduce(arith.andi, where))
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"),
         operands,
