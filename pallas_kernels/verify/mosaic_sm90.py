@@ -141,7 +141,7 @@ def verify_attention(
     summed = summed if summed in SUMMED_KEYS else 1
     runs = cache_rows // summed
     if key_scores is not None and key_scores.mode == "logit":
-        inputs["scorer"] = _scorer(q, kv_heads, key_scores.rows)
+        inputs["q"] = jnp.concatenate([rows, _scorer(q, kv_heads, key_scores.rows)], axis=2)
         shapes["logits"] = jax.ShapeDtypeStruct((batch, kv_heads, runs), jnp.float32)
     elif key_scores is not None:
         scored = (batch, kv_heads, len(key_scores.rows) * group)

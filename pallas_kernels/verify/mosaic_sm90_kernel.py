@@ -163,8 +163,8 @@ def build(
             @pl.when(warpgroup == 0)
             def _() -> None:
                 tiles.load_queries(tiling, scratch, ref["q"].at[b, h])
-                if "scorer" in ref:
-                    source = ref["scorer"].at[b, h]
+                if "logits" in ref:  # the scorer's vectors follow the queries
+                    source = ref["q"].at[b, h, pl.ds(tiling.packed, 8)]
                     plgpu.copy_gmem_to_smem(source, scratch["scorer"], scratch["noting_ready"])
                 if "summer" in ref:
                     source = ref["summer"]
@@ -172,7 +172,7 @@ def build(
 
             half = warpgroup if tiling.halves > 1 else 0
             notes = Notes()
-            if "scorer" in ref or "summer" in ref:
+            if "noting_ready" in scratch:
                 plgpu.barrier_wait(scratch["noting_ready"])
             if "logits" in ref:
                 out, scorer = ref["logits"].at[b, h], scratch["scorer"]
@@ -205,11 +205,11 @@ def build(
             tiles.fill(tiling, scratch, steps, load)
 
     scratch = tiling.scratch()
-    if "scorer" in inputs:
+    if "logits" in outputs:
         scratch["scorer"] = tiles.shared((8, tiling.head_dim), tiling.dtype)
     if "summer" in inputs:
         scratch["summer"] = tiles.shared(inputs["summer"].shape, tiling.dtype)
-    if "scorer" in inputs or "summer" in inputs:
+    if "logits" in outputs or "summer" in inputs:
         scratch["noting_ready"] = plgpu.Barrier()
     return plgpu.kernel(
         body,
