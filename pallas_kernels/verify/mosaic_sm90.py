@@ -127,11 +127,11 @@ def verify_attention(
     group = heads // kv_heads
     order = splits.token_order(tokens, key_scores.rows if key_scores is not None else ())
     rows = splits.pack(q, kv_heads, order)
-    if slots is None:
-        slots = np.arange(batch, dtype=np.int32)  # of numpy: a constant, not a kernel that makes it
     config = config or Config.of(batch, kv_heads, rows.shape[2], head_dim, cache_rows)
 
-    inputs: dict[str, Any] = {"q": rows, "k": k, "v": v, "lengths": lengths, "slots": slots}
+    inputs: dict[str, Any] = {"q": rows, "k": k, "v": v, "lengths": lengths}
+    if slots is not None:
+        inputs["slots"] = slots
     part_shape = (batch, kv_heads, config.parts, rows.shape[2])
     shapes: dict[str, Any] = {
         "out": jax.ShapeDtypeStruct((*part_shape, head_dim), jnp.float32),

@@ -194,7 +194,7 @@ def build(
         @pl.when(warpgroup == tiling.compute_warpgroups)
         def _memory() -> None:
             plgpu.set_max_registers(tiling.memory_registers, action="decrease")
-            slot = ref["slots"][b]
+            slot = ref["slots"][b] if "slots" in ref else b
 
             def load(tile: Any, stage: Any, _: Any) -> None:
                 here = (slot, h, pl.ds((begin + tile) * keys, keys))
