@@ -7,6 +7,7 @@ evict last: they stay in it until they are read.
 """
 
 import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic_tiles import ROW_VALUES
 
+# Words of a thread, and how far they are from where its first ones are.
+Piece = tuple[tuple[int, ...], list[ir.Value]]
 REF = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT
 # Of 64 rows each warp has 16, and each of its threads holds the sum of these, or both of 8.
@@ -78,79 +81,70 @@ def store(values: Array, out: jax.Ref, first: int | Int[Array, ""], layout: Any)
     def inline(_: Any, values: Any, out: ir.Value, first: Any) -> None:
         kind = ir.MemRefType(out.type)
         strides, _ = kind.get_strides_and_offset()
-        words = _words(values)
-        place = [
-            arith.index_cast(_int(64), i) for i in next(iter(values.layout.thread_idxs(shape)))
-        ]
-        place[0] = arith.addi(place[0], arith.extui(_int(64), first.registers.item()))
+        pieces = _words(values)
+        # 64 bits to where `out` begins, 32 from there.
+        assert kind.shape[0] * strides[0] < 2**31, kind
+        places = values.layout.thread_idxs(shape)
+        place = [arith.index_cast(_int(32), i) for i in next(iter(places))]
+        place[0] = arith.addi(place[0], first.registers.item())
         if utils.bitwidth(kind.element_type) == 16:
-            words, moved = _exchange(words)
+            is_odd = arith.trunci(_int(1), utils.thread_idx())
+            pieces = _exchange(pieces, is_odd)
+            moved = arith.select(is_odd, utils.c(8 - 2, _int(32)), utils.c(0, _int(32)))
             place[1] = arith.addi(place[1], moved)
-        at = utils.dyn_dot(place, [utils.c(stride, _int(64)) for stride in strides])
+        at = utils.dyn_dot(place, [utils.c(stride, _int(32)) for stride in strides])
         base = llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(out))
-        pointer = utils.getelementptr(base, [at], kind.element_type)
+        pointer = utils.getelementptr(base, [arith.extui(_int(64), at)], kind.element_type)
         policy = llvm.inline_asm(
             _int(64), [], "createpolicy.fractional.L2::evict_last.b64 $0;", "=l"
         )
-        for ahead, stored in words.items():
+        for ahead, words in pieces:
             if any(i >= size for i, size in zip(ahead, kind.shape, strict=True)):
                 continue  # no thread has a place for it
             checked = [not all_rows, *(size > kind.shape[1] for size in shape[1:])]
             exists = [
-                arith.cmpi(arith.CmpIPredicate.ult, place[i], utils.c(kind.shape[i] - at, _int(64)))
-                for i, at in enumerate(ahead)
-                if checked[i]
+                arith.cmpi(arith.CmpIPredicate.ult, own, utils.c(size - i, _int(32)))
+                for own, i, size, check in zip(place, ahead, kind.shape, checked, strict=True)
+                if check
             ]
-            ahead = sum(i * stride for i, stride in zip(ahead, strides, strict=True))
-            ahead = ahead * utils.bitwidth(kind.element_type) // 8
-            _store(stored, pointer, ahead, policy, exists)
+            elements = sum(i * stride for i, stride in zip(ahead, strides, strict=True))
+            offset = elements * utils.bitwidth(kind.element_type) // 8
+            _store(words, pointer, offset, policy, exists)
 
     inline(values, out, lax.convert_element_type(first, "int32"))
 
 
-def _words(values: Any) -> dict[tuple[int, ...], list[ir.Value]]:
-    """A thread's vectors as words of 32 bits, by how far each is from the thread's first one."""
+def _words(values: Any) -> Iterator[Piece]:
+    """A thread's vectors as words of 32 bits."""
     strides = values.layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(values.shape)))
-    found = {}
     for index, number in np.ndenumerate(values.registers):
         ahead = sum(i * stride for i, stride in zip(index, strides, strict=False))
+        place = tuple(int(i) for i in np.unravel_index(ahead, values.shape))
         size = utils.bitwidth(number.type) // 32
         words = vector.bitcast(ir.VectorType.get((size,), _int(32)), number)
-        place = tuple(int(i) for i in np.unravel_index(ahead, values.shape))
-        found[place] = [vector.extract(words, [], [i]) for i in range(size)]
-    return found
+        yield place, [vector.extract(words, [], [i]) for i in range(size)]
 
 
-def _exchange(
-    words: dict[tuple[int, ...], list[ir.Value]],
-) -> tuple[dict[tuple[int, ...], list[ir.Value]], ir.Value]:
+def _exchange(pieces: Iterable[Piece], is_odd: ir.Value) -> Iterator[Piece]:
     """Trades words of two columns of 16 bits, so that a thread has two that are neighbours.
 
     Four threads have the words of 8 columns in turn. Of two times 8 columns, an even thread takes
-    its own and the next thread's word of the first, an odd one the same two of the second.
-
-    Returns:
-      Pairs of words, by where the first 8 columns begin; and how far ahead of these the thread's
-      own columns are.
+    its own and the next thread's word of the first, an odd one the same two of the second: those
+    6 columns ahead of where its word of the first was.
     """
-    thread = utils.thread_idx()
-    is_odd = arith.cmpi(
-        arith.CmpIPredicate.ne, arith.andi(thread, utils.c(1, _int(32))), utils.c(0, _int(32))
-    )
-    found = {}
-    for (row, column), [low] in words.items():
-        if column % 16:
-            continue
-        [high] = words[row, column + 8]
-        other = utils.shfl_bfly(arith.select(is_odd, low, high), 1)
-        found[row, column] = [arith.select(is_odd, other, low), arith.select(is_odd, high, other)]
-    return found, arith.select(is_odd, utils.c(8 - 2, _int(64)), utils.c(0, _int(64)))
+    held = dict(pieces)
+    for (row, column), [low] in held.items():
+        if column % 16 == 0:
+            [high] = held[row, column + 8]
+            other = utils.shfl_bfly(arith.select(is_odd, low, high), 1)
+            words = [arith.select(is_odd, other, low), arith.select(is_odd, high, other)]
+            yield (row, column), words
 
 
 def _store(
-    words: list[ir.Value], pointer: ir.Value, ahead: int, policy: ir.Value, where: list[ir.Value]
+    words: list[ir.Value], pointer: ir.Value, offset: int, policy: ir.Value, where: list[ir.Value]
 ) -> None:
-    """Writes one or two words, `ahead` bytes after the pointer, with no branch."""
+    """Writes one or two words, `offset` bytes after the pointer, with no branch."""
     operands, constraints = [pointer, policy, *words], "l,l" + ",r" * len(words)
     guard, width, listed = "", "", "$2"
     if len(words) == 2:
@@ -161,7 +155,7 @@ def _store(
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"),
         operands,
-        f"{guard}st.global.L2::cache_hint{width}.b32 [$0 + {ahead}], {listed}, $1;",
+        f"{guard}st.global.L2::cache_hint{width}.b32 [$0 + {offset}], {listed}, $1;",
         constraints,
         has_side_effects=True,
     )
