@@ -15,7 +15,8 @@ import jax
 
 from pallas_kernels.checks import require, require_choice
 
-KERNELS = ("auto", "mosaic_gpu", "triton", "xla", "interpret", "reference")
+KERNELS = ("auto", "cudnn", "mosaic_gpu", "triton", "xla", "interpret", "reference")
+PREFERRED = ("cudnn", "mosaic_gpu", "triton", "xla")  # what "auto" tries, in this order
 
 logger = logging.getLogger("pallas_kernels")
 
@@ -44,8 +45,9 @@ def choose(
     """Looks up what runs an op.
 
     Args:
-      kernels: the name of an implementation, or "auto" for the first one, in the order of KERNELS,
-        that this machine has and that takes the arguments.
+      kernels: the name of an implementation, or "auto" for the first of PREFERRED that this machine
+        has and that takes the arguments. Falling back to "xla" on a machine that has another is
+        logged, with what each other one refuses.
       implementations: the op's implementations by name.
       arguments: of the op, what `Implementation.run` gets.
 
@@ -62,12 +64,16 @@ def choose(
         if refusal is not None:
             raise ValueError(f"{refusal} with kernels={kernels!r}.")
         return chosen.run
-    for name in ("mosaic_gpu", "triton", "xla"):
-        if name in implementations and lacks(name) is None:
-            refusal = implementations[name].refuses(*arguments)
-            if refusal is None:
-                return implementations[name].run
-            say_once(f"kernels={name!r} is passed over: {refusal}.")
+    refusals: list[str] = []
+    for name in PREFERRED:
+        if name not in implementations or lacks(name) is not None:
+            continue
+        refusal = implementations[name].refuses(*arguments)
+        if refusal is None:
+            if name == "xla" and refusals:
+                say_once(f"kernels='xla' is used. Passed over: {'; '.join(refusals)}.")
+            return implementations[name].run
+        refusals.append(f"{name!r}, for {refusal.rstrip(',')}")
     raise AssertionError("every op has an implementation for any machine and any arguments")
 
 
@@ -79,6 +85,11 @@ def say_once(message: str) -> None:
 
 def lacks(kernels: str) -> str | None:
     """What an implementation needs and this process does not have; None if it can run."""
+    if kernels == "cudnn":
+        if (compute_capability() or 0.0) < 8.0:
+            return f"an NVIDIA GPU of compute capability 8.0 or later, not {device_name()}"
+        if not has_cudnn():
+            return "cuDNN, which JAX does not find: pip install 'vegas_jax[cuda13]' (or [cuda12])"
     if kernels == "mosaic_gpu":
         if not has_mosaic_gpu():
             return f"jax 0.11 or later, but this is {jax.__version__}"
@@ -100,6 +111,18 @@ def lacks(kernels: str) -> str | None:
 def has_mosaic_gpu() -> bool:
     """Whether this JAX has the Pallas Mosaic GPU interface that the kernels are written for."""
     return jax.version.__version_info__ >= (0, 11, 0)
+
+
+def has_cudnn() -> bool:
+    """Whether JAX's CUDA plugin is there and finds cuDNN."""
+    try:
+        from jax._src.lib import cuda_versions  # not public, so no reason not to start without it
+    except ImportError:
+        return False
+    try:
+        return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
+    except RuntimeError:  # no library of that name
+        return False
 
 
 def compute_capability() -> float | None:

@@ -10,6 +10,10 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 # would complain of libraries that nothing here loads. Read when JAX starts, too.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
+# The emulation of a GPU runs a kernel's warpgroups as programs that wait for one another: with as
+# few threads as a small machine has cores, those that wait can keep the others from running.
+os.environ.setdefault("NPROC", "32")
+
 import hypothesis
 import jax
 

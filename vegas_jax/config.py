@@ -84,7 +84,8 @@ class SpecConfig:
         mean score; 1 chooses single positions, as published.
       score_pool: (back, ahead): position i is ranked by the mean score of positions
         i-ahead .. i+back. The next tokens look just ahead of where the verified ones looked. (0, 0)
-        as published.
+        as published. Where keys are chosen in blocks, verification scores them by `score_block`
+        positions, and the window is rounded up to whole ones.
       score_mode: `weight` ranks by attention probability (the authors' release), `logit` by the
         pre-softmax logit (the paper's formula).
       score_rows: which verified tokens' queries count. `first+last` is Collect-2-Query.
@@ -133,6 +134,15 @@ class SpecConfig:
         _check_choice("score_mode", self.score_mode, ScoreMode)
         _check_choice("score_rows", self.score_rows, ScoreRows)
         _check_choice("acceptance", self.acceptance, Acceptance)
+
+    @property
+    def score_block(self) -> int:
+        """Neighbouring positions that share a score: 8 where blocks are chosen, 1 otherwise.
+
+        A kernel writes the scores of eight keys at hardly any cost, and those of single keys at
+        some (`pallas_kernels.verify.mosaic_sm90`).
+        """
+        return 8 if self.sparse_block_size % 8 == 0 else 1
 
     @classmethod
     def published(cls, **changes: Any) -> "SpecConfig":

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
+from pallas_kernels import sparse_attention, verify_attention
+from vegas_jax import drafters
 from vegas_jax.compiled import begin_jit, decode_jit, finish_jit, prefill_slot
 from vegas_jax.completion import Completion, Delta
 from vegas_jax.config import SamplingParams, SpecConfig
@@ -55,6 +58,7 @@ class Generator:
             raise InputError(f"max_len is {max_len}, but the model knows positions up to {limit}")
         spec = SpecConfig() if spec is None else spec
         check(isinstance(spec, SpecConfig), "spec", spec, "a SpecConfig")
+        _check_kernels(model, spec)
         self.model = model
         self.params = params
         self.tokenizer = tokenizer
@@ -315,6 +319,47 @@ class Generator:
                     f"are not finite; dtype {self.model.dtype.name} may be too narrow for this "
                     "checkpoint"
                 )
+
+
+def _check_kernels(model: Transformer, spec: SpecConfig) -> None:
+    """InputError if the kernels that the model names do not take its shapes."""
+    config, gamma, rows = model.config, spec.num_drafts, 64 * spec.num_drafts + 64
+
+    def array(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def attend(q: Array, draft: Array, cache: Array, blocks: Array, number: Array) -> None:
+        verify_attention(
+            q,
+            cache,
+            cache,
+            number,
+            scores=drafters.get(spec).score_rows(spec),
+            score_mode=spec.score_mode,
+            score_block=spec.score_block,
+            kernels=model.kernels,
+        )
+        sparse_attention(
+            draft,
+            cache,
+            cache,
+            blocks,
+            number,
+            number,
+            block_size=spec.sparse_block_size,
+            tail_start=number,
+            max_tail=1,
+            kernels=model.kernels,
+        )
+
+    heads, head_dim = config.num_heads, config.head_dim
+    cache = array((1, config.num_kv_heads, rows, head_dim), model.dtype)
+    number, blocks = array((1,), jnp.int32), array((1, 1), jnp.int32)
+    queries = [array((1, tokens, heads, head_dim), model.dtype) for tokens in (gamma + 1, 1)]
+    try:
+        jax.eval_shape(attend, *queries, cache, blocks, number)
+    except ValueError as error:
+        raise InputError(str(error).removesuffix(".")) from None
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

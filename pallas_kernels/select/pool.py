@@ -14,7 +14,7 @@ def pool_scores(
     pool: tuple[int, int],
     block_size: int,
 ) -> Float[Array, "*rest ceil(S/block_size)"]:
-    """Block scores from key scores.
+    """Block scores from the scores of positions (or of runs of them: read "run" for "position").
 
     Position i gets the mean score of positions i-ahead .. i+back: a key is worth reading if what
     stands up to `ahead` before it was read, since the next tokens look just ahead of where the
@@ -25,7 +25,7 @@ def pool_scores(
     Assumed but unchecked: ranked_length is a multiple of block_size, from 0 to S.
 
     Args:
-      scores: one per cache row.
+      scores: one per position.
       ranked_length: positions that are ranked; its shape broadcasts to the scores' leading axes.
       pool: (back, ahead), the window's reach in positions.
       block_size: positions in a block.

@@ -7,6 +7,7 @@ the memory warpgroup's threads, 16 bytes each, since the copy engine cannot scat
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -152,4 +153,5 @@ def emulate(*arguments: Any) -> Any:
     """`sparse_attention` in Pallas's emulation of a GPU, for tests; looks for races."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return sparse_attention(*arguments, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    return functools.partial(sparse_attention, interpret=params)(*arguments)

@@ -113,7 +113,7 @@ def build(
                         scratch[f"{name}_ready"].at[stage],
                     )
 
-        def gather_rows(tile: Any, stage: Any, _: Any) -> None:
+        def gather_rows(tile: Any, stage: Any, nothing: Any) -> None:
             is_listed = begin + tile < listed
             place = jnp.where(is_listed, (begin + tile) * keys, 0)
             of_list = (b * lists + (h if lists > 1 else 0)) * most_entries
@@ -130,7 +130,7 @@ def build(
             )
 
             @pl.when(tile >= lag)
-            def _() -> None:
+            def _announce_oldest() -> None:
                 wait(lag)
                 announce(tile - lag)
 

@@ -11,10 +11,11 @@ from pallas_kernels.checks import (
     require_shape,
 )
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.verify import mosaic_sm90, reference, triton, xla
+from pallas_kernels.verify import cudnn, mosaic_sm90, reference, triton, xla
 from pallas_kernels.verify.key_scores import SCORE_MODES, SCORES, KeyScores
 
 IMPLEMENTATIONS = {
+    "cudnn": Implementation(cudnn.verify_attention, cudnn.refuses),
     "mosaic_gpu": Implementation(mosaic_sm90.verify_attention, mosaic_sm90.refuses),
     "interpret": Implementation(mosaic_sm90.emulate, mosaic_sm90.refuses),
     "triton": Implementation(triton.verify_attention, triton.refuses),

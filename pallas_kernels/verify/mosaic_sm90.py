@@ -25,6 +25,7 @@ All of it goes from registers to the L2 cache, which is asked to keep it (`sm90_
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -215,4 +216,5 @@ def emulate(*arguments: Any) -> Any:
     """`verify_attention` in Pallas's emulation of a GPU, for tests; looks for races."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return verify_attention(*arguments, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    return functools.partial(verify_attention, interpret=params)(*arguments)

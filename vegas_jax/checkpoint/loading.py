@@ -6,14 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import KERNELS, lacks
 from vegas_jax.checkpoint.hf_config import read_config
 from vegas_jax.checkpoint.huggingface import Params, read_params, resolve
-from vegas_jax.errors import check
+from vegas_jax.errors import InputError, check
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.text import tokenizer as text_tokenizer
 from vegas_jax.text.tokenizer import Tokenizer
-
-KERNELS = ("auto", "xla", "reference")
 
 
 def load(
@@ -36,6 +35,9 @@ def load(
       InputError: an unknown dtype or kernels.
     """
     check(kernels in KERNELS, "kernels", kernels, f"one of {', '.join(KERNELS)}")
+    lacking = lacks(kernels)
+    if lacking is not None:
+        raise InputError(f"kernels is {kernels!r}, which needs {lacking}")
     dtype = default_dtype() if dtype is None else _dtype(dtype)
     folder = resolve(path_or_name)
     config = read_config(folder)

@@ -11,10 +11,10 @@ from typing import Any, get_args
 
 from absl import flags
 
+from pallas_kernels.dispatch import KERNELS
 from vegas_jax.config import Acceptance, Method, SamplingParams, ScoreMode, ScoreRows, SpecConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KERNELS = ("auto", "xla", "reference")
 
 _ESCAPE = re.compile(r"\\(n|t|r|\\|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})")
 _SIMPLE_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}

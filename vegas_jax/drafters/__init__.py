@@ -32,6 +32,7 @@ class Drafter(Protocol):
         scores: tuple[Any, ...],
         lengths: Int[Array, "b"],
         accepted: Int[Array, "b"],
+        kernels: str,
     ) -> Selection | None:
         """Chooses keys for the next round from each layer's scores.
 

@@ -19,7 +19,7 @@ def init(spec: SpecConfig, config: ModelConfig, batch: int, rows: int) -> None:
     """Nothing is handed on."""
 
 
-def select(spec: SpecConfig, scores: tuple, lengths: Array, accepted: Array) -> None:
+def select(spec: SpecConfig, scores: tuple, lengths: Array, accepted: Array, kernels: str) -> None:
     """Nothing is chosen."""
 
 

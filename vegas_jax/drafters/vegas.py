@@ -44,23 +44,25 @@ def select(
     scores: tuple[Array, ...],
     lengths: Int[Array, "b"],
     accepted: Int[Array, "b"],
+    kernels: str,
 ) -> Selection:
     """Ranks the positions [0, lengths + 1), whole blocks only, and keeps the best per layer.
 
-    scores: per layer [b, S], [b, K, S] with one set per KV head, or with a row axis after b when
-    the rows are `last_accepted`. The number of keys is ceil(ratio * (lengths + 1)), at least
-    min_tokens, at most what is ranked.
+    scores: per layer [b, S / score_block], [b, K, S / score_block] with one set per KV head, or
+    with a row axis after b when the rows are `last_accepted`. The number of keys is
+    ceil(ratio * (lengths + 1)), at least min_tokens, at most what is ranked.
     """
-    block = spec.sparse_block_size
+    block, scored = spec.sparse_block_size, spec.score_block
     context = lengths + 1
     ranked = context // block * block
+    pool = -(-spec.score_pool[0] // scored), -(-spec.score_pool[1] // scored)
 
     def block_scores(layer_scores: Array) -> Array:
         if spec.score_rows == "last_accepted":
             row = jnp.expand_dims(accepted, range(1, layer_scores.ndim))
             layer_scores = jnp.take_along_axis(layer_scores, row, axis=1)[:, 0]
-        limit = jnp.expand_dims(ranked, range(1, layer_scores.ndim - 1))
-        return pool_scores(layer_scores, limit, pool=spec.score_pool, block_size=block)
+        limit = jnp.expand_dims(ranked // scored, range(1, layer_scores.ndim - 1))
+        return pool_scores(layer_scores, limit, pool=pool, block_size=block // scored)
 
     # Pooling goes layer by layer, the ranking of all layers is one call.
     pooled = jnp.stack([block_scores(s) for s in scores])  # [L, b, (K,) S / block]
@@ -69,7 +71,9 @@ def select(
     blocks, counts = select_top_k(
         pooled,
         jnp.broadcast_to(per_row, pooled.shape[:-1]),
-        max_k=max_blocks(spec, scores[0].shape[-1]),
+        max_k=max_blocks(spec, scores[0].shape[-1] * scored),
+        # The attention kernels' emulation is none of the selection.
+        kernels="auto" if kernels == "interpret" else kernels,
     )
     first = counts[0] if counts.ndim == 2 else counts[0, :, 0]
     return Selection(blocks, first, ranked)

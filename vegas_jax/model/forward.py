@@ -60,9 +60,11 @@ def prefill_chunk(
     """
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        out, _, _ = verify_attention(q, k, v, starts, slots=slots, kernels=model.kernels)
+        out, _, _ = verify_attention(q, k, v, starts, slots=slots, kernels=kernels)
         return out, None
 
+    # The kernels for drafts and verification are not made for so many tokens at once.
+    kernels = model.kernels if model.kernels in ("xla", "reference") else "auto"
     hidden, cache, _ = forward(model, params, cache, tokens, starts, attend, slots)
     ends = starts + counts
     lengths = ends if slots is None else cache.lengths.at[slots].set(ends)

@@ -44,7 +44,7 @@ def begin(
     requests, new_lengths = commit(
         requests, lengths, logits, no_drafts, accepted, following, first=True
     )
-    selection = select(spec, scores, lengths, accepted)
+    selection = select(spec, scores, lengths, accepted, model.kernels)
     if state.selection is not None and selection is not None:
         selection = state.selection.put(slots, selection)
     return DecodeState(

@@ -100,6 +100,7 @@ def verify(
             scores=rows,
             score_mode=spec.score_mode,
             per_kv_head=spec.per_kv_head,
+            score_block=spec.score_block,
             kernels=model.kernels,
         )
         return out, scores
@@ -210,13 +211,14 @@ def select(
     scores: tuple[Array | None, ...],
     lengths: Int[Array, "b"],
     accepted: Int[Array, "b"],
+    kernels: str = "auto",
 ) -> Selection | None:
     """The keys that the next round's drafts attend to, from the key scores of `verify`.
 
-    `lengths` are the verified rows before that verification; `accepted` how many drafts it kept.
-    None for drafters that keep no selection.
+    `lengths` are the verified rows before that verification; `accepted` how many drafts it kept;
+    `kernels` which implementation ranks. None for drafters that keep no selection.
     """
-    return drafters.get(spec).select(spec, scores, lengths, accepted)
+    return drafters.get(spec).select(spec, scores, lengths, accepted, kernels)
 
 
 def spec_round(
@@ -240,7 +242,7 @@ def spec_round(
             state.requests, cache.lengths, logits, drafts, accepted, following
         )
     with jax.named_scope("select"):
-        selection = select(spec, scores, cache.lengths, accepted)
+        selection = select(spec, scores, cache.lengths, accepted, model.kernels)
         if state.selection is not None and selection is not None:
             selection = state.selection.keep_where(state.requests.done, selection)
     return DecodeState(cache.replace(lengths=lengths), requests, selection)
