@@ -54,7 +54,7 @@ def combine(
     group: int,
     sinks: Float[Array, " H"] | None,
     dtype: DTypeLike,
-) -> tuple[Float[Array, "b T H D"], Float[Array, "b T H"]]:
+) -> tuple[Float[Array, "b T H D"], Float[Array, "b T H"], Float[Array, "b K T*G"]]:
     """Attention over all parts from that over each.
 
     Written part by part, so that XLA makes one elementwise kernel of it.
@@ -86,4 +86,5 @@ def combine(
         jnp.zeros((), jnp.float32),
     )
     joined = unpack(values / total[..., None], order).astype(dtype)
-    return joined, unpack((peak + jnp.log2(total)) / LOG2_E, order)
+    joined_lse = peak + jnp.log2(total)
+    return joined, unpack(joined_lse / LOG2_E, order), joined_lse

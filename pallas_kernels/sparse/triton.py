@@ -82,4 +82,5 @@ def sparse_attention(
         PARTS=config.parts,
         TO_LOG2=scale * splits.LOG2_E,
     )
-    return splits.combine(out, lse, order, group, sinks, q.dtype)
+    out, lse, _ = splits.combine(out, lse, order, group, sinks, q.dtype)
+    return out, lse

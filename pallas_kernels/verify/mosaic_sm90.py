@@ -4,24 +4,29 @@ One CTA attends for one KV head to one of several parts of a sequence's keys. A 
 copies tiles of keys and values to shared memory; two compute warpgroups take turns at them, so that
 the softmax of one tile hides behind the copies and products of the next.
 
-What scores cost. The least that can be written per key is one number a KV head, and where that
-number exists it is all that is written:
+What scores cost. The least that can be written is one number a KV head and block, and where that
+number exists it is all that is written. Blocks of a multiple of 8 keys are added up by 8 or, where
+16 divides them, by 16:
 
 - mode "logit": the mean over rows and heads of q.k is (the mean of q).k. The mean of the queries,
   as the sum of two numbers of the cache's dtype so that nothing is lost, is one more operand of the
-  tensor cores: 4 bytes a key and KV head, 0.8% of what is read at D = 128, 1.6% at D = 64.
-- mode "weight", blocks of 8 keys or a multiple: a row's weights exp(logit - lse) need the row's
-  lse, which is known only at the end, so each row must be kept apart; but their sum over 8 keys,
-  relative to the row's running maximum, is enough, and the tensor cores add it up while they
-  multiply the same weights with the values: 4/8 bytes a key and row, 0.8% (D = 128, G = 4, 2
-  tokens) to 3.1% (D = 64, G = 8).
+  tensor cores. 4 bytes a key and KV head, 0.8% of what is read at D = 128, 1.6% at D = 64; in
+  blocks, an eighth or sixteenth of that.
+- mode "weight", in blocks: a row's weights exp(logit - lse) need the row's lse, which is known only
+  at the end, so each row must be kept apart; but their sum over a block, relative to the row's
+  running maximum, is enough, and the tensor cores add it up while they multiply the same weights
+  with the values. For 16 keys, 4/16 bytes a key and row: 0.4% (D = 128, G = 4, 2 tokens) to 1.6%
+  (D = 64, G = 8).
 - mode "weight", single keys: the weights themselves, relative to the running maximum, as the
   bfloat16 that the product with the values needs anyway (a relative error of 2**-9 at any size,
   where a float16 logit of 20 has 2**-7): 2 bytes a key and row, 3.1% to 12.5%.
+
+All of it goes from registers to the L2 cache, which is asked to keep it (`sm90_stores.py`).
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -31,16 +36,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import splits
-from pallas_kernels.splits import LOG2_E
 from pallas_kernels.verify.key_scores import KeyScores
 from pallas_kernels.verify.side_outputs import (
     scores_from_log_sums,
     scores_from_means,
     scores_from_weights,
-    scoring_rows,
 )
 
-SUMMED_KEYS = 8  # keys whose weights are added up for block scores
+SUMMED_KEYS = (8, 16)  # how many keys' logits or weights are added up for block scores
 MAX_ROWS = 128
 PROCESSORS = 132
 
@@ -125,27 +128,29 @@ def verify_attention(
     group = heads // kv_heads
     order = splits.token_order(tokens, key_scores.rows if key_scores is not None else ())
     rows = splits.pack(q, kv_heads, order)
-    # Of numpy: a constant, not a kernel that makes it.
-    cache_slots = np.arange(batch, dtype=np.int32) if slots is None else slots
     config = config or Config.of(batch, kv_heads, rows.shape[2], head_dim, cache_rows)
 
-    inputs: dict[str, Any] = {"q": rows, "k": k, "v": v, "lengths": lengths, "slots": cache_slots}
+    inputs: dict[str, Any] = {"q": rows, "k": k, "v": v, "lengths": lengths}
+    if slots is not None:
+        inputs["slots"] = slots
     part_shape = (batch, kv_heads, config.parts, rows.shape[2])
     shapes: dict[str, Any] = {
         "out": jax.ShapeDtypeStruct((*part_shape, head_dim), jnp.float32),
         "lse": jax.ShapeDtypeStruct(part_shape, jnp.float32),
     }
+    summed = 1 if key_scores is None else math.gcd(key_scores.block, max(SUMMED_KEYS))
+    summed = summed if summed in SUMMED_KEYS else 1
+    runs = cache_rows // summed
     if key_scores is not None and key_scores.mode == "logit":
-        inputs["scorer"] = _scorer(q, kv_heads, key_scores.rows)
-        shapes["logits"] = jax.ShapeDtypeStruct((batch, kv_heads, cache_rows), jnp.float32)
+        inputs["q"] = jnp.concatenate([rows, _scorer(q, kv_heads, key_scores.rows)], axis=2)
+        shapes["logits"] = jax.ShapeDtypeStruct((batch, kv_heads, runs), jnp.float32)
     elif key_scores is not None:
-        scored = (batch, kv_heads, splits.padded(len(key_scores.rows) * group))
-        if key_scores.block % SUMMED_KEYS == 0:
-            inputs["summer"] = _summer(config.keys).astype(q.dtype)
-            shape = (*scored, cache_rows // SUMMED_KEYS)
-            shapes["sums"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        scored = (batch, kv_heads, len(key_scores.rows) * group)
+        if summed > 1:
+            inputs["summer"] = _summer(config.keys, summed).astype(q.dtype)
+            shapes["sums"] = jax.ShapeDtypeStruct((*scored, runs), jnp.float32)
         else:
-            shapes["weights"] = jax.ShapeDtypeStruct((*scored, cache_rows), jnp.bfloat16)
+            shapes["weights"] = jax.ShapeDtypeStruct((*scored, runs), jnp.bfloat16)
             shape = (batch, kv_heads, cache_rows // config.keys, scored[2])
             shapes["peaks"] = jax.ShapeDtypeStruct(shape, jnp.float32)
 
@@ -157,35 +162,40 @@ def verify_attention(
         tiling, config.parts, order, group, scale, window, inputs, shapes, interpret
     )
     results = dict(zip(shapes, run(*inputs.values()), strict=True))
-    out, lse = splits.combine(results["out"], results["lse"], order, group, sinks, q.dtype)
+    out, lse, packed_lse = splits.combine(
+        results["out"], results["lse"], order, group, sinks, q.dtype
+    )
     if key_scores is None:
         return out, lse, None
-    return out, lse, _scores(results, lse, key_scores, lengths)
+    return out, lse, _scores(results, packed_lse, key_scores, lengths, summed)
 
 
 def _scores(
     results: dict[str, Array],
-    lse: Float[Array, "b T H"],
+    lse: Float[Array, "b K T*G"],
     key_scores: KeyScores,
     lengths: Int[Array, " b"],
+    summed: int,
 ) -> Float[Array, "b *rest S/block"]:
-    """Key scores from what the kernel wrote."""
+    """Key scores from what the kernel wrote of every `summed` keys."""
     if "logits" in results:
-        return scores_from_means(results["logits"][:, :, None], key_scores, lengths)
+        return scores_from_means(results["logits"][:, :, None], key_scores, lengths, summed)
     if "sums" in results:
-        return scores_from_log_sums(results["sums"], lse, key_scores, lengths, SUMMED_KEYS)
-    weights, peaks = results["weights"], results["peaks"].swapaxes(2, 3)  # [b, K, R, S / keys]
-    row_lse = scoring_rows(lse, key_scores, weights.shape[1]) * LOG2_E
-    scored = row_lse.shape[2] * row_lse.shape[3]
-    factors = jnp.exp2(peaks[:, :, :scored].reshape(*row_lse.shape, -1) - row_lse[..., None])
-    weights = weights[:, :, :scored].astype(jnp.float32).reshape(*factors.shape, -1)
-    weights = weights * factors[..., None]
-    return scores_from_weights(weights.reshape(*row_lse.shape, -1), key_scores, lengths, summed=1)
+        return scores_from_log_sums(results["sums"], lse, key_scores, lengths, summed)
+    weights, peaks = results["weights"], results["peaks"].swapaxes(2, 3)  # [b, K, R*G, S / keys]
+    factors = jnp.exp2(peaks - lse[:, :, : weights.shape[2], None])
+    scaled = weights.astype(jnp.float32).reshape(*factors.shape, -1) * factors[..., None]
+    return scores_from_weights(scaled.reshape(weights.shape), key_scores, lengths, summed)
 
 
-def _summer(keys: int) -> np.ndarray:
-    """[keys / 8, keys]: a product with its transpose adds up every eight columns."""
-    return np.repeat(np.eye(keys // SUMMED_KEYS, dtype=np.float32), SUMMED_KEYS, axis=1)
+def _summer(keys: int, summed: int) -> np.ndarray:
+    """[columns, keys]: a product with its transpose adds up every few columns.
+
+    The tensor cores make a multiple of 8 columns; those past keys / summed are zeros.
+    """
+    columns = keys // summed
+    sums = np.repeat(np.eye(columns, dtype=np.float32), summed, axis=1)
+    return np.pad(sums, ((0, -columns % 8), (0, 0)))
 
 
 def _scorer(

@@ -12,19 +12,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_tiles as tiles
 from pallas_kernels.mosaic_tiles import ROWS, Notes, Tiling
+from pallas_kernels.verify import sm90_stores as stores
 
 
 @dataclasses.dataclass
 class Logits(Notes):
-    """Writes each key's product with the scorer."""
+    """Writes each key's product with the scorer, or the mean over every few keys."""
 
     tiling: Tiling
     half: Any
     begin: Any  # the part's first tile
     scale: float
     scorer: Any  # shared [8, D]: eight vectors whose sum it is
-    staged: Any  # shared [keys]
-    out: Any  # [S]
+    out: Any  # [S / summed]
+    summed: int  # 1, 8, or 16 keys
+    emulated: bool
 
     @property
     def logits_types(self) -> Sequence[Any]:  # type: ignore[override]
@@ -36,15 +38,18 @@ class Logits(Notes):
         plgpu.wgmma(accumulators[0], keys, self.scorer.transpose((1, 0)))
 
     def note(self, products: Any, sums: Any, weights: Any, peak: Any, tile: Any) -> None:
-        """Adds up the eight products of each key."""
+        """Adds up the eight products of each key, and neighbouring keys."""
 
         @tiles.for_half(self.half, 0)
         def _() -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.staged[...] = products[0].sum(axis=1) * self.scale
-            plgpu.commit_smem()
-            here = pl.ds((self.begin + tile) * self.tiling.keys, self.tiling.keys)
-            plgpu.copy_smem_to_gmem(self.staged, self.out.at[here])
+            logits = products[0].sum(axis=1) * (self.scale / self.summed)
+            layout, size = tiles.ROW_VALUES, self.tiling.keys // self.summed
+            if self.summed > 1 and self.emulated:
+                logits = logits.reshape(-1, self.summed).sum(axis=1)
+            elif self.summed > 1:
+                logits, layout = stores.sum_runs(logits, self.summed), stores.SUMS[self.summed]
+            here = pl.ds((self.begin + tile) * size, size)
+            put(logits, self.out.at[here], 0, layout, self.emulated)
 
 
 @dataclasses.dataclass
@@ -54,26 +59,17 @@ class Weights(Notes):
     tiling: Tiling
     half: Any
     begin: Any
-    staged: Any  # shared [ROWS, keys]
-    staged_peaks: Any  # shared [ROWS]
     out: Any  # [R, S]
     peaks: Any  # [S / keys, R]
+    emulated: bool
 
     def note(self, products: Any, sums: Any, weights: Any, peak: Any, tile: Any) -> None:
-        """Copies a tile's weights out, by way of shared memory."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.staged[...] = weights.astype(self.staged.dtype)
-        self.staged_peaks[...] = peak
-        plgpu.commit_smem()
-        tile = self.begin + tile
+        """Writes a tile's weights and peaks."""
+        first, tile = self.half * ROWS, self.begin + tile
         columns = pl.ds(tile * self.tiling.keys, self.tiling.keys)
-        for which, rows in enumerate(self.tiling.rows_of_halves(self.out.shape[0])):
-
-            @tiles.for_half(self.half, which)
-            def _(which: int = which, rows: int = rows) -> None:
-                there, here = pl.ds(which * ROWS, rows), pl.ds(0, rows)
-                plgpu.copy_smem_to_gmem(self.staged.at[here], self.out.at[there, columns])
-                plgpu.copy_smem_to_gmem(self.staged_peaks.at[here], self.peaks.at[tile, there])
+        out, weights = self.out.at[:, columns], weights.astype(self.out.dtype)
+        put(weights, out, first, plgpu.Layout.WGMMA, self.emulated)
+        put(peak, self.peaks.at[tile], first, tiles.ROW_VALUES, self.emulated)
 
 
 @dataclasses.dataclass
@@ -84,32 +80,40 @@ class WeightSums(Notes):
     half: Any
     begin: Any
     summer: Any  # shared [columns, keys]: where its row i is 1, keys go to column i
-    staged: Any  # shared [ROWS, columns]
-    out: Any  # [R, S / keys * columns]
-    columns: int
+    out: Any  # [R, S / summed]
+    summed: int
+    emulated: bool
 
     @property
     def weights_types(self) -> Sequence[Any]:  # type: ignore[override]
         """The sums."""
-        return [plgpu.ACC((ROWS, self.columns), jnp.float32)]
+        return [plgpu.ACC((ROWS, self.summer.shape[0]), jnp.float32)]
 
     def with_weights(self, accumulators: Any, weights: Any) -> None:
         """Adds the weights up, as a product with zeros and ones."""
         plgpu.wgmma(accumulators[0], weights, self.summer.transpose((1, 0)))
 
     def note(self, products: Any, sums: Any, weights: Any, peak: Any, tile: Any) -> None:
-        """Copies the sums' logarithms out."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        """Writes the sums' logarithms."""
         logs = jnp.log2(sums[0]) + lax.broadcast_in_dim(peak, sums[0].shape, [0])
-        self.staged[...] = logs
-        plgpu.commit_smem()
-        columns = pl.ds((self.begin + tile) * self.columns, self.columns)
-        for which, rows in enumerate(self.tiling.rows_of_halves(self.out.shape[0])):
+        columns = self.tiling.keys // self.summed
+        out = self.out.at[:, pl.ds((self.begin + tile) * columns, columns)]
+        put(logs, out, self.half * ROWS, plgpu.Layout.WGMMA, self.emulated)
 
-            @tiles.for_half(self.half, which)
-            def _(which: int = which, rows: int = rows) -> None:
-                there, here = pl.ds(which * ROWS, rows), pl.ds(0, rows)
-                plgpu.copy_smem_to_gmem(self.staged.at[here], self.out.at[there, columns])
+
+def put(values: Any, out: Any, first: Any, layout: Any, emulated: bool) -> None:
+    """`sm90_stores.store`, and its twin for the emulation, which cannot run that."""
+    if not emulated:
+        stores.store(values, out, first, layout)
+        return
+    for half in range(-(-out.shape[0] // values.shape[0])):
+        start = half * values.shape[0]
+        rows = min(values.shape[0], out.shape[0] - start)
+
+        @pl.when(first == start)
+        def _(start: int = start, rows: int = rows) -> None:
+            held = values[tuple(map(slice, (rows, *out.shape[1:])))]
+            out.at[pl.ds(start, rows)][...] = held
 
 
 def build(
@@ -125,7 +129,8 @@ def build(
 ) -> Any:
     """The kernel for arguments of these shapes; `inputs` and `outputs` give its operands' order."""
     batch, kv_heads = inputs["q"].shape[:2]
-    tokens, keys = len(order), tiling.keys
+    tokens, keys, cache_rows = len(order), tiling.keys, inputs["k"].shape[2]
+    emulated = interpret is not None
     names = (*inputs, *outputs)
 
     def body(*refs: Any, **scratch: Any) -> None:
@@ -158,8 +163,8 @@ def build(
             @pl.when(warpgroup == 0)
             def _() -> None:
                 tiles.load_queries(tiling, scratch, ref["q"].at[b, h])
-                if "scorer" in ref:
-                    source = ref["scorer"].at[b, h]
+                if "logits" in ref:  # the scorer's vectors follow the queries
+                    source = ref["q"].at[b, h, pl.ds(tiling.packed, 8)]
                     plgpu.copy_gmem_to_smem(source, scratch["scorer"], scratch["noting_ready"])
                 if "summer" in ref:
                     source = ref["summer"]
@@ -167,19 +172,19 @@ def build(
 
             half = warpgroup if tiling.halves > 1 else 0
             notes = Notes()
-            if "scorer" in ref or "summer" in ref:
+            if "noting_ready" in scratch:
                 plgpu.barrier_wait(scratch["noting_ready"])
             if "logits" in ref:
-                out, staged = ref["logits"].at[b, h], scratch["staged"].at[warpgroup]
-                notes = Logits(tiling, half, begin, scale, scratch["scorer"], staged, out)
+                out, scorer = ref["logits"].at[b, h], scratch["scorer"]
+                summed = cache_rows // out.shape[0]
+                notes = Logits(tiling, half, begin, scale, scorer, out, summed, emulated)
             elif "sums" in ref:
-                out, staged = ref["sums"].at[b, h], scratch["staged"].at[warpgroup]
-                columns = inputs["summer"].shape[0]
-                notes = WeightSums(tiling, half, begin, scratch["summer"], staged, out, columns)
+                out, summer = ref["sums"].at[b, h], scratch["summer"]
+                summed = cache_rows // out.shape[1]
+                notes = WeightSums(tiling, half, begin, summer, out, summed, emulated)
             elif "weights" in ref:
-                out, staged = ref["weights"].at[b, h], scratch["staged"].at[warpgroup]
-                staged_peaks, peaks = scratch["peaks"].at[warpgroup], ref["peaks"].at[b, h]
-                notes = Weights(tiling, half, begin, staged, staged_peaks, out, peaks)
+                out, peaks = ref["weights"].at[b, h], ref["peaks"].at[b, h]
+                notes = Weights(tiling, half, begin, out, peaks, emulated)
             result = tiles.attend(
                 tiling, scratch, warpgroup, steps, whole, visible, readable, scale, notes
             )
@@ -189,7 +194,7 @@ def build(
         @pl.when(warpgroup == tiling.compute_warpgroups)
         def _memory() -> None:
             plgpu.set_max_registers(tiling.memory_registers, action="decrease")
-            slot = ref["slots"][b]
+            slot = ref["slots"][b] if "slots" in ref else b
 
             def load(tile: Any, stage: Any, _: Any) -> None:
                 here = (slot, h, pl.ds((begin + tile) * keys, keys))
@@ -202,17 +207,9 @@ def build(
     scratch = tiling.scratch()
     if "logits" in outputs:
         scratch["scorer"] = tiles.shared((8, tiling.head_dim), tiling.dtype)
-        scratch["staged"] = plgpu.SMEM((tiling.compute_warpgroups, keys), jnp.float32)
-    if "sums" in outputs:
-        columns = inputs["summer"].shape[0]
-        scratch["summer"] = tiles.shared((columns, keys), tiling.dtype)
-        shape = (tiling.compute_warpgroups, ROWS, columns)
-        scratch["staged"] = plgpu.SMEM(shape, jnp.float32)
-    if "weights" in outputs:
-        shape = (tiling.compute_warpgroups, ROWS, keys)
-        scratch["staged"] = tiles.shared(shape, outputs["weights"].dtype)
-        scratch["peaks"] = plgpu.SMEM((tiling.compute_warpgroups, ROWS), jnp.float32)
-    if "scorer" in inputs or "summer" in inputs:
+    if "summer" in inputs:
+        scratch["summer"] = tiles.shared(inputs["summer"].shape, tiling.dtype)
+    if "logits" in outputs or "summer" in inputs:
         scratch["noting_ready"] = plgpu.Barrier()
     return plgpu.kernel(
         body,

@@ -91,11 +91,11 @@ def verify_attention(
         SUMMED=summed,
         **({"scores_ptr": None} if key_scores is None else {}),
     )
-    out, lse = splits.combine(out, lse, order, group, sinks, q.dtype)
+    out, lse, packed_lse = splits.combine(out, lse, order, group, sinks, q.dtype)
     if key_scores is None:
         return out, lse, None
     (written,) = scores
     if summed is None:
         return out, lse, scores_from_means(written[..., :cache_rows], key_scores, lengths)
     written = written[..., : cache_rows // summed]
-    return out, lse, scores_from_log_sums(written, lse, key_scores, lengths, summed)
+    return out, lse, scores_from_log_sums(written, packed_lse, key_scores, lengths, summed)

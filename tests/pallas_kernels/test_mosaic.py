@@ -71,7 +71,7 @@ VERIFY_CASES = {
         {"lengths": [432]},
     ),
     "logit-of-huge-queries": (
-        VerifyCase(1, 1, 1, 192, 2, 4, 128, "bfloat16", "last", "logit"),
+        VerifyCase(1, 1, 1, 192, 2, 4, 128, "bfloat16", "last", "logit", block=16),
         VerifyConfig(parts=2, keys=64, stages=2, turns=2),
         {"lengths": [100], "magnitude": 100.0},
     ),
