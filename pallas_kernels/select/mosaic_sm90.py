@@ -23,7 +23,7 @@ from pallas_kernels.select import bisect, sm90_lanes
 STEP = sm90_lanes.WARPS * sm90_lanes.TILE  # entries that a warpgroup loads at once
 MAX_WARPGROUPS = 4  # in a block: 512 threads of at most 128 registers
 MAX_STEPS = 16  # in a warpgroup: 64 entries in a thread's registers
-SPREAD_STEPS = 4  # 16 entries: with fewer, exchanging counts takes longer than counting
+SPREAD_STEPS = 4  # 16 entries: with fewer, rows took longer, see `heuristic`
 MAX_BLOCKS = 8  # in a cluster, on any device of compute capability 9.0
 MAX_SIZE = MAX_BLOCKS * MAX_WARPGROUPS * MAX_STEPS * STEP  # 262144
 MULTIPROCESSORS = 132  # of an H100 or H200 SXM
@@ -50,7 +50,7 @@ class Config:
         """How many thresholds a step counts at, for rows of `size`.
 
         Three take half as many exchanges of counts as one, and one and a half times as many
-        comparisons: estimated to be faster with few entries in a thread.
+        comparisons: estimated to be faster with few entries in a thread. Their counts share words.
         """
         padded = -(-size // self.tile) * self.tile
         few = padded <= self.tile * MAX_STEPS // 2
