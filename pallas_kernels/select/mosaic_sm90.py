@@ -1,9 +1,9 @@
 """`select_top_k` for Hopper: bisects for the k-th score with a row's scores in registers.
 
 A cluster of thread blocks holds a row, each warp a contiguous run of it, and reads it once. Each
-step of a bisection (see `bisect`) compares all entries with a threshold and sums the outcomes over
-the cluster. When exactly k entries pass, the same sums, taken over the warps before it, tell each
-warp where the position of its first passing entry belongs.
+step of a bisection (see `bisect`) compares all entries with one threshold, or three, and sums the
+outcomes over the cluster. When exactly k entries pass, the same sums, taken over the warps before
+it, tell each warp where the position of its first passing entry belongs.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from pallas_kernels.select import bisect, sm90_lanes
 STEP = sm90_lanes.WARPS * sm90_lanes.TILE  # entries that a warpgroup loads at once
 MAX_WARPGROUPS = 4  # in a block: 512 threads of at most 128 registers
 MAX_STEPS = 16  # in a warpgroup: 64 entries in a thread's registers
+SPREAD_STEPS = 4  # 16 entries: with fewer, rows took longer, see `heuristic`
 MAX_BLOCKS = 8  # in a cluster, on any device of compute capability 9.0
 MAX_SIZE = MAX_BLOCKS * MAX_WARPGROUPS * MAX_STEPS * STEP  # 262144
 MULTIPROCESSORS = 132  # of an H100 or H200 SXM
@@ -45,18 +46,35 @@ class Config:
         """The size of a row is padded to a multiple of this."""
         return self.blocks * self.warpgroups * STEP
 
+    def thresholds(self, size: int) -> int:
+        """How many thresholds a step counts at, for rows of `size`.
+
+        Three take half as many exchanges of counts as one, and one and a half times as many
+        comparisons: estimated to be faster with few entries in a thread. Their counts share words.
+        """
+        padded = -(-size // self.tile) * self.tile
+        few = padded <= self.tile * MAX_STEPS // 2
+        return 3 if few and padded <= sm90_lanes.MAX_PAIRED else 1
+
 
 def heuristic(rows: int, size: int) -> Config:
-    """As few threads as hold the row; more, if the device has few rows to work on."""
-    warpgroups = min(MAX_WARPGROUPS, pl.cdiv(size, STEP))
+    """Sixteen entries in a thread, if the device has few rows to work on; more, if many.
+
+    Measured on an H200 (jax 0.11.2, the profiler's kernel times), with one threshold a step:
+
+      rows x size, k          blocks x warpgroups: us
+      288 x 2048, 144         1 x 1: 7.4, 1 x 4: 10.4
+      8 x 32768, 2304         1 x 4: 17.1, 4 x 4: 16.5, 8 x 4: 19.3
+      288 x 32768, 2304       1 x 4: 53.1, 2 x 4: 82
+    """
+    warpgroups = min(MAX_WARPGROUPS, pl.cdiv(size, SPREAD_STEPS * STEP))
     blocks = 1
     while blocks * warpgroups * MAX_STEPS * STEP < size:
         blocks *= 2
-    # Estimated: with under 8 entries in a thread, exchanging counts takes longer than counting.
     while (
         blocks < 4
         and 2 * blocks * rows <= MULTIPROCESSORS
-        and blocks * warpgroups * 4 * STEP < size
+        and blocks * warpgroups * SPREAD_STEPS * STEP < size
     ):
         blocks *= 2
     return Config(blocks, warpgroups)
@@ -86,14 +104,16 @@ def select_top_k(
     scores = scores.reshape(rows, size)
     if padded > size:
         scores = jnp.pad(scores, [(0, 0), (0, padded - size)], constant_values=-jnp.inf)
+    thresholds = config.thresholds(size)
     warps = config.blocks * config.warpgroups * sm90_lanes.WARPS
+    sums = (2, sm90_lanes.words_of(thresholds), warps)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, config=config),
+        functools.partial(_kernel, config=config, thresholds=thresholds),
         out_type=[
             jax.ShapeDtypeStruct((rows, max_k), jnp.int32),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
         ],
-        scratch_types=[plgpu.SMEM((2, warps), jnp.int32)],
+        scratch_types=[plgpu.SMEM(sums, jnp.int32)],
         grid=(rows,),
         grid_names=("row",),
         cluster=(config.blocks,),
@@ -114,6 +134,7 @@ def _kernel(
     sums: Any,
     *,
     config: Config,
+    thresholds: int,
 ) -> None:
     """One warpgroup's part of a row: loads its run, takes part in each count, writes positions."""
     row = lax.axis_index("row")
@@ -126,17 +147,22 @@ def _kernel(
     scores = jnp.where(jnp.abs(scores) < np.finfo(np.float32).tiny, 0.0, scores)
     position = first + plgpu.broadcasted_iota(jnp.int32, (run,), 0, layout=layout)
 
-    def count(mask: Bool[Array, " run"], step: Int[Array, ""]) -> Int[Array, ""]:
-        return sm90_lanes.count(mask, sums, step & 1, blocks=config.blocks)
+    def counts(masks: list[Bool[Array, " run"]], step: Int[Array, ""]) -> list[Int[Array, ""]]:
+        return sm90_lanes.counts(masks, sums, step & 1, blocks=config.blocks)
 
     k = jnp.clip(k_ref[row], 0, positions_ref.shape[1])
     score, k, reached, step = bisect.bisect_scores(
-        lambda score, step: count(scores >= score, step), k
+        lambda numbers, step: counts([scores >= x for x in numbers], step), k, thresholds
     )
     # Not -1, position, size: Mosaic GPU (jax 0.11.2) compares this array as unsigned.
     order = jnp.where(scores > score, 0, jnp.where(scores == score, position + 1, size + 1))
     end, step = bisect.bisect_order(
-        lambda end, step: count(order < end, step), size + 1, k, reached, step
+        lambda ends, step: counts([order < x for x in ends], step),
+        size + 1,
+        k,
+        reached,
+        step,
+        thresholds,
     )
     sm90_lanes.compact(order < end, first, row, positions_ref, sums, step & 1, blocks=config.blocks)
 

@@ -1,12 +1,13 @@
 """Counting and compacting over the threads of a cluster, which Pallas has no words for.
 
 The functions here are called in a Mosaic GPU kernel by all warpgroups of all blocks of a cluster,
-each with a mask over its own run of positions, laid out as `run_layout` says. `sums` is int32
-[2, warps in the cluster] in shared memory; calls in turn use its slots 0 and 1 in turn, so that no
-barrier is needed between reading one call's counts and writing the next one's.
+each with masks over its own run of positions, laid out as `run_layout` says. `sums` is int32
+[2, words, warps in the cluster] in shared memory, where `words` is what `words_of` says; calls in
+turn use its slots 0 and 1 in turn, so that no barrier is needed between reading one call's counts
+and writing the next one's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ WARPS = 4  # in a warpgroup
 VECTOR = 4  # neighbouring elements in one thread: a 16-byte load of float32
 TILE = WARP * VECTOR  # neighbouring elements in one warp
 BYTES = 4  # in a word
+MAX_PAIRED = 2**16 - 1  # a count that fits in half a word
 
 SCALAR = plgpu.Layout.WG_SPLAT
 REF = plgpu.RefType()
@@ -39,21 +41,31 @@ def run_layout(size: int) -> Any:
     )
 
 
-def count(
-    mask: Bool[Array, " T"], sums: jax.Ref, slot: Int[Array, ""], *, blocks: int
-) -> Int[Array, ""]:
-    """How many elements are set over all warpgroups of the cluster's `blocks` blocks."""
+def words_of(masks: int) -> int:
+    """How many words hold the counts of that many masks, two in a word."""
+    return -(-masks // 2)
+
+
+def counts(
+    masks: Sequence[Bool[Array, " T"]], sums: jax.Ref, slot: Int[Array, ""], *, blocks: int
+) -> list[Int[Array, ""]]:
+    """How many elements of each mask are set over all warpgroups of the cluster's `blocks` blocks.
+
+    The masks of one call, if several, have at most `MAX_PAIRED` elements in the cluster.
+    """
 
     @plgpu.inline_mgpu(
-        arg_types=(run_layout(mask.shape[0]), REF, SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
+        arg_types=([run_layout(mask.shape[0]) for mask in masks], REF, SCALAR),
+        return_type=[plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR) for _ in masks],
     )
-    def inline(_: Any, mask: Any, sums: ir.Value, slot: Any) -> Any:
-        in_warp = _sum_lanes(_count_set(mask.registers.flat))
+    def inline(_: Any, masks: list[Any], sums: ir.Value, slot: Any) -> Any:
+        in_thread = _pair([_count_set(mask.registers.flat) for mask in masks])
+        in_warp = [_sum_lanes(word) for word in in_thread]
         _, in_all = _share(in_warp, sums, slot.registers.item(), blocks)
-        return FragmentedArray.splat(_sum_lanes(in_all), shape=(), is_signed=True)
+        numbers = _unpair([_sum_lanes(word) for word in in_all], len(masks))
+        return [FragmentedArray.splat(x, shape=(), is_signed=True) for x in numbers]
 
-    return inline(mask, sums, slot)
+    return list(inline(list(masks), sums, slot))
 
 
 def compact(
@@ -93,7 +105,7 @@ def compact(
         lane, warp = _lane_and_warp()
         tiles = list(mask.registers.flat)
         before, in_tile = _scan_lanes([_count_set([tile]) for tile in tiles], lane)
-        in_lower, in_all = _share(_add(*in_tile), sums, slot, blocks)
+        [in_lower], [in_all] = _share([_add(*in_tile)], sums, slot, blocks)
         rank, total = _sum_lanes(in_lower), _sum_lanes(in_all)
 
         warp_first = _mul(arith.andi(warp, _i32(WARPS - 1)), _i32(size // WARPS))
@@ -109,7 +121,7 @@ def compact(
                 lane_rank = _add(lane_rank, arith.extui(_i32_type(), is_set))
             rank = _add(rank, in_tile[i])
 
-        _, width = ir.MemRefType(positions.type).shape
+        width = ir.MemRefType(positions.type).shape[-1]
         warps = _warps(sums)
         thread = _add(_mul(_own(warp, warps, blocks), _i32(WARP)), lane)
         start, stop, step = _add(total, thread), _i32(width), _i32(warps * WARP)
@@ -121,37 +133,55 @@ def compact(
 
 
 def _share(
-    value: ir.Value, sums: ir.Value, slot: ir.Value, blocks: int
-) -> tuple[ir.Value, ir.Value]:
-    """Of a number that each warp has: its sum over the warps before this one, and over all.
+    words: Sequence[ir.Value], sums: ir.Value, slot: ir.Value, blocks: int
+) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Of words that each warp has: their sums over the warps before this one, and over all.
 
     Returned as what each lane has of them.
     """
     lane, warp = _lane_and_warp()
-    warps = _warps(sums)
+    _, size, warps = ir.MemRefType(sums.type).shape
     own = _own(warp, warps, blocks)
+    with utils.when(_below(lane, _i32(blocks))):
+        for i, word in enumerate(words):
+            if blocks == 1:
+                memref.store(word, sums, [_index(slot), _index(_i32(i)), _index(own)])
+            else:  # each lane to another block
+                offset = _add(_mul(_add(_mul(slot, _i32(size)), _i32(i)), _i32(warps)), own)
+                local = utils.getelementptr(utils.memref_ptr(sums), [offset], _i32_type())
+                llvm.store(word, utils.get_cluster_ptr(local, lane))
     if blocks == 1:
-        with utils.when(_below(lane, _i32(1))):
-            memref.store(value, sums, [_index(slot), _index(own)])
         gpu.barrier()
     else:
-        # Lane i writes to block i.
-        offset = _add(_mul(slot, _i32(warps)), own)
-        local = utils.getelementptr(utils.memref_ptr(sums), [offset], _i32_type())
-        with utils.when(_below(lane, _i32(blocks))):
-            llvm.store(value, utils.get_cluster_ptr(local, lane))
-        nvvm.cluster_arrive()  # releases the store
+        nvvm.cluster_arrive()  # releases the stores
         nvvm.cluster_wait()
 
     before, total = [], []
-    for start in range(0, warps, WARP):
-        other = _add(lane, _i32(start))
-        exists = _below(other, _i32(warps))
-        other_or_last = arith.minui(other, _i32(warps - 1))
-        shared = memref.load(sums, [_index(slot), _index(other_or_last)])
-        total.append(arith.select(exists, shared, _i32(0)))
-        before.append(arith.select(_below(other, own), shared, _i32(0)))
-    return _add(*before), _add(*total)
+    for i in range(len(words)):
+        before.append(_i32(0))
+        total.append(_i32(0))
+        for start in range(0, warps, WARP):
+            other = _add(lane, _i32(start))
+            exists = _below(other, _i32(warps))
+            other_or_last = arith.minui(other, _i32(warps - 1))
+            shared = memref.load(sums, [_index(slot), _index(_i32(i)), _index(other_or_last)])
+            total[i] = _add(total[i], arith.select(exists, shared, _i32(0)))
+            before[i] = _add(before[i], arith.select(_below(other, own), shared, _i32(0)))
+    return before, total
+
+
+def _pair(numbers: list[ir.Value]) -> list[ir.Value]:
+    """Words whose halves are two of the numbers each; a last word may be one number."""
+    pairs = [numbers[i : i + 2] for i in range(0, len(numbers), 2)]
+    return [_add(pair[0], *(arith.shli(x, _i32(16)) for x in pair[1:])) for pair in pairs]
+
+
+def _unpair(words: list[ir.Value], number: int) -> list[ir.Value]:
+    """What `_pair` was given."""
+    if number == 1:
+        return words
+    halves = [[arith.andi(x, _i32(0xFFFF)), arith.shrui(x, _i32(16))] for x in words]
+    return [x for pair in halves for x in pair][:number]
 
 
 def _scan_lanes(numbers: list[ir.Value], lane: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
@@ -221,7 +251,7 @@ def _own(warp: ir.Value, warps: int, blocks: int) -> ir.Value:
 
 def _warps(sums: ir.Value) -> int:
     """In the cluster."""
-    return ir.MemRefType(sums.type).shape[1]
+    return ir.MemRefType(sums.type).shape[-1]
 
 
 def _add(first: ir.Value, *rest: ir.Value) -> ir.Value:

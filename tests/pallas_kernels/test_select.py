@@ -55,23 +55,30 @@ def test_is_the_exact_set_in_order(lead, size, max_k, data):
             np.testing.assert_array_equal(positions[row], padded, kernels)
 
 
-@jax.jit
-def bisected(scores, k):
+@functools.partial(jax.jit, static_argnames="thresholds")
+def bisected(scores, k, thresholds):
     """A mask of k scores, by the two bisections."""
-    score, k, reached, step = bisect.bisect_scores(
-        lambda low, _: (scores >= low).sum(dtype=jnp.int32), k
-    )
+
+    def counts_from(numbers, step):
+        assert len(numbers) == thresholds
+        return [(scores >= x).sum(dtype=jnp.int32) for x in numbers]
+
+    def counts_before(ends, step):
+        assert len(ends) == thresholds
+        return [(order < x).sum(dtype=jnp.int32) for x in ends]
+
+    score, k, reached, step = bisect.bisect_scores(counts_from, k, thresholds)
     order = jnp.where(scores == score, jnp.arange(len(scores)) + 1, len(scores) + 1)
     order = jnp.where(scores > score, 0, order)
-    end, step = bisect.bisect_order(
-        lambda end, _: (order < end).sum(dtype=jnp.int32), len(scores) + 1, k, reached, step
-    )
+    end, step = bisect.bisect_order(counts_before, len(scores) + 1, k, reached, step, thresholds)
     return order < end, k, step
 
 
+# The first step, those for the bits of a float32, those for the bits of a position.
+@pytest.mark.parametrize(("thresholds", "most_steps"), [(1, 1 + 32 + 6), (3, 1 + 16 + 3)])
 @settings(max_examples=50)
 @given(data=st.data())
-def test_bisects_for_the_exact_set(data):
+def test_bisects_for_the_exact_set(thresholds, most_steps, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
     normals = [x for x in FEW_VALUES if not 0 < abs(x) < np.finfo(np.float32).tiny]
     spread = data.draw(st.sampled_from([0, 1, 30]))
@@ -81,11 +88,11 @@ def test_bisects_for_the_exact_set(data):
     scores[np.abs(scores) < np.finfo(np.float32).tiny] = 0.0
     k = data.draw(st.sampled_from([0, 1, 13, 63, 64, 70]))
 
-    mask, count, step = bisected(scores, np.int32(k))
+    mask, count, step = bisected(scores, np.int32(k), thresholds)
     expected = top_k_by_sorting(scores, k, 64)
     np.testing.assert_array_equal(np.flatnonzero(mask), expected)
     assert count == len(expected)
-    assert step <= 1 + 32 + 6  # the least score, the bits of a float32, those of a position
+    assert step <= most_steps
 
 
 @pytest.mark.skipif(not has_mosaic_gpu(), reason="needs the Mosaic GPU interface")
