@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_tiles as tiles
 from pallas_kernels.mosaic_tiles import ROWS, Notes, Tiling
-from pallas_kernels.sparse.sm90_gather import gather, wait
+from pallas_kernels.sparse.sm90_gather import gather, look_up, wait
 
 ALIGNED = 8  # rows: the copy engine's tiles begin at a multiple of this
 
@@ -113,21 +113,18 @@ def build(
                         scratch[f"{name}_ready"].at[stage],
                     )
 
-        def gather_rows(tile: Any, stage: Any, nothing: Any) -> None:
-            is_listed = begin + tile < listed
-            place = jnp.where(is_listed, (begin + tile) * keys, 0)
-            of_list = (b * lists + (h if lists > 1 else 0)) * most_entries
-            gather(
-                (k, v),
-                (scratch["k"].at[stage], scratch["v"].at[stage]),
-                blocks,
-                (b * kv_heads + h) * cache_rows,
-                of_list + place,
-                of_list + jnp.maximum(count - 1, 0),
-                jnp.where(is_listed, -1, tail(tile)[0]),
-                rows=keys,
-                head_dim=tiling.head_dim,
-            )
+        of_list = (b * lists + (h if lists > 1 else 0)) * most_entries
+        sizes = {"rows": keys, "head_dim": tiling.head_dim}
+
+        def find_rows(tile: Any) -> Any:
+            first_entry = of_list + (begin + tile) * keys
+            last_entry = of_list + jnp.maximum(count - 1, 0)
+            return look_up(blocks, first_entry, last_entry, **sizes)
+
+        def gather_rows(tile: Any, stage: Any, found: Any) -> None:
+            held = scratch["k"].at[stage], scratch["v"].at[stage]
+            run = jnp.where(begin + tile < listed, -1, tail(tile)[0])
+            gather((k, v), held, found, (b * kv_heads + h) * cache_rows, run, **sizes)
 
             @pl.when(tile >= lag)
             def _announce_oldest() -> None:
@@ -148,7 +145,7 @@ def build(
             if not by_threads:
                 tiles.fill(tiling, scratch, steps, copy_blocks, rows_of)
                 return
-            tiles.fill(tiling, scratch, steps, gather_rows, finish=finish_gathering)
+            tiles.fill(tiling, scratch, steps, gather_rows, find_rows, finish_gathering)
 
     return plgpu.kernel(
         body,
