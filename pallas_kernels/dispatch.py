@@ -127,9 +127,10 @@ def has_cudnn() -> bool:
 
 def compute_capability() -> float | None:
     """Of the default device; None unless it is an NVIDIA GPU."""
-    if jax.default_backend() != "gpu":
+    try:
+        return float(default_device().compute_capability)
+    except (AttributeError, ValueError):  # not a GPU; one of AMD, which names its architecture
         return None
-    return float(getattr(default_device(), "compute_capability", 0))
 
 
 def device_name() -> str:
@@ -139,5 +140,5 @@ def device_name() -> str:
 
 def default_device() -> Any:
     """The device that JAX runs on unless told otherwise."""
-    device = jax.config.jax_default_device
-    return device if isinstance(device, jax.Device) else jax.devices()[0]
+    device = jax.config.jax_default_device  # or the name of a platform, or None
+    return device if isinstance(device, jax.Device) else jax.devices(device)[0]
