@@ -1,8 +1,9 @@
 """Attention and selection ops for speculative decoding with verification-guided sparse attention.
 
-Each op is defined by its `reference.py` and runs through whichever implementation
-`kernels="auto" | "xla" | "reference"` names. The ops take and return arrays and know nothing of
-models. They trace under `jax.jit` with static shapes; only argument checks happen in Python.
+Each op is defined by its `reference.py` and runs through whichever implementation `kernels` names:
+`pallas_kernels.dispatch` and docs/kernels.md say which there are. The ops take and return arrays
+and know nothing of models. They trace under `jax.jit` with static shapes; only argument checks
+happen in Python.
 
 Shape names: B batch, T query tokens, S cache rows, H query heads, K KV heads, G = H / K query heads
 of a KV head's group, D head_dim.

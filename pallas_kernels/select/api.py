@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.checks import as_int32, require, require_shape
+from pallas_kernels.checks import as_int32, require, require_array, require_int
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.select import reference, triton, xla
 
@@ -59,13 +59,13 @@ def select_top_k(
     Raises:
       ValueError: an argument has a wrong shape, type or range.
     """
+    require_array("scores", scores)
     require(
         scores.ndim >= 1 and scores.dtype in (jnp.float32, jnp.bfloat16, jnp.float16),
         "scores",
         f"must be floats of 16 or 32 bits, but is {scores.dtype}{list(scores.shape)}",
     )
-    require_shape("k", k, scores.shape[:-1])
-    k = as_int32("k", k)
-    require(max_k >= 1, "max_k", f"must be at least 1, but is {max_k}")
+    k = as_int32("k", k, scores.shape[:-1])
+    require_int("max_k", max_k, 1)
     arguments = (scores.astype(jnp.float32), k, max_k)
     return choose(kernels, IMPLEMENTATIONS, *arguments)(*arguments)

@@ -7,9 +7,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import (
     as_int32,
+    as_scale,
     check_sinks,
     require,
     require_attention_arguments,
+    require_cache,
+    require_int,
     require_shape,
 )
 from pallas_kernels.dispatch import Implementation, choose
@@ -87,16 +90,16 @@ def sparse_attention(
     cache_rows = k.shape[2]
     require_shape("q", q, (k.shape[0], *q.shape[1:]))
     blocks, counts = _check_list(k, blocks, counts, block_size)
-    for name, array in (("lengths", lengths), ("tail_start", tail_start)):
-        require_shape(name, array, (batch,))
-    lengths, tail_start = as_int32("lengths", lengths), as_int32("tail_start", tail_start)
+    lengths = as_int32("lengths", lengths, (batch,))
+    tail_start = as_int32("tail_start", tail_start, (batch,))
     sinks = check_sinks(sinks, q)
-    require(
-        tokens <= max_tail <= cache_rows,
-        "max_tail",
-        f"must be from {tokens} (query tokens) to {cache_rows} (cache rows), but is {max_tail}",
-    )
-    scale = head_dim**-0.5 if scale is None else scale
+    require_int("max_tail", max_tail, least=tokens, most=cache_rows)
+    scale = as_scale(scale, head_dim)
+    if gathered is not None:
+        right = isinstance(gathered, GatheredBlocks) and gathered.k.dtype == k.dtype
+        least = blocks.shape[2] * block_size
+        right = right and gathered.k.shape[2] >= least and gathered.k.shape[:2] == k.shape[:2]
+        require(right, "gathered", "must be what `gather_blocks` gave for this cache and list")
     lists = (blocks, counts, lengths, tail_start)
     arguments = (q, k, v, *lists, block_size, max_tail, scale, sinks, gathered)
     return choose(kernels, IMPLEMENTATIONS, *arguments)(*arguments)
@@ -118,6 +121,7 @@ def gather_blocks(
     Raises:
       ValueError: an argument has a wrong shape, type or name.
     """
+    require_cache(k, v)
     blocks, counts = _check_list(k, blocks, counts, block_size)
     batch, kv_heads, _, head_dim = k.shape
     q = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_dim), k.dtype)  # of one query a KV head
@@ -131,16 +135,16 @@ def _check_list(
     k: Array, blocks: Array, counts: Array, block_size: int
 ) -> tuple[Int[Array, "B heads N"], Int[Array, " B"]]:
     batch, kv_heads, cache_rows, _ = k.shape
+    blocks, counts = as_int32("blocks", blocks), as_int32("counts", counts, (batch,))
     require(
         blocks.ndim in (2, 3) and blocks.shape[:-1] in ((batch,), (batch, kv_heads)),
         "blocks",
         f"must have shape [{batch}, N] or [{batch}, {kv_heads}, N], but has {blocks.shape}",
     )
-    require_shape("counts", counts, (batch,))
+    require_int("block_size", block_size, 1)
     require(
-        block_size >= 1 and cache_rows % block_size == 0,
+        cache_rows % block_size == 0,
         "block_size",
         f"must divide the {cache_rows} cache rows, but is {block_size}",
     )
-    blocks, counts = as_int32("blocks", blocks), as_int32("counts", counts)
     return blocks if blocks.ndim == 3 else blocks[:, None, :], counts

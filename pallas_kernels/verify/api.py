@@ -4,10 +4,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import (
     as_int32,
+    as_scale,
     check_sinks,
     require,
     require_attention_arguments,
     require_choice,
+    require_int,
     require_shape,
 )
 from pallas_kernels.dispatch import Implementation, choose
@@ -74,8 +76,8 @@ def verify_attention(
       lse: log-sum-exp of each row's scaled logits (and sink), float32; partial results over
         different keys combine by it, as in Flash-Decoding.
       key_scores: float32 [b, S/score_block], or [b, K, S/score_block] if per_kv_head; for "each"
-        with a T axis after b; None without `scores`. They are of the blocks below lengths+1, which
-        every query sees, and 0 elsewhere.
+        with a T axis after b; None without `scores`. They are of the whole blocks below
+        lengths+1, which every query sees, and 0 elsewhere.
 
     Raises:
       ValueError: an argument has a wrong shape, type or name.
@@ -85,23 +87,23 @@ def verify_attention(
     if slots is None:
         require_shape("q", q, (k.shape[0], *q.shape[1:]))
     else:
-        require_shape("slots", slots, (batch,))
-        slots = as_int32("slots", slots)
-    require_shape("lengths", lengths, (batch,))
-    lengths = as_int32("lengths", lengths)
+        slots = as_int32("slots", slots, (batch,))
+    lengths = as_int32("lengths", lengths, (batch,))
     require_choice("scores", scores, (None, *SCORES))
     require_choice("score_mode", score_mode, SCORE_MODES)
     key_scores = None
+    require_int("score_block", score_block, 1)
     if scores is not None:
         require(window is None, "scores", "cannot be had with a `window`")
         require(
-            score_block >= 1 and k.shape[2] % score_block == 0,
+            k.shape[2] % score_block == 0,
             "score_block",
             f"must divide the {k.shape[2]} cache rows, but is {score_block}",
         )
         key_scores = KeyScores.of(scores, tokens, score_mode, per_kv_head, score_block)
-    require(window is None or window >= 1, "window", f"must be at least 1, but is {window}")
+    if window is not None:
+        require_int("window", window, 1)
     sinks = check_sinks(sinks, q)
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = as_scale(scale, head_dim)
     arguments = (q, k, v, lengths, slots, key_scores, scale, window, sinks)
     return choose(kernels, IMPLEMENTATIONS, *arguments)(*arguments)
