@@ -15,6 +15,22 @@ LOG2_E = math.log2(math.e)
 ROW_TILE = 8  # packed rows are padded to a multiple of this
 
 
+def refuses_queries(q: Array, k: Array, max_rows: int) -> str | None:
+    """Why kernels that take at most `max_rows` packed rows do not take these queries."""
+    _, tokens, heads, head_dim = q.shape
+    group = heads // k.shape[1]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"`q` must be bfloat16 or float16, but is {q.dtype},"
+    if head_dim not in (64, 128):
+        return f"`q` must have head_dim 64 or 128, but has {head_dim},"
+    if tokens * group > max_rows:
+        return (
+            f"`q` must have at most {max_rows} query tokens times query heads a KV head, "
+            f"but has {tokens} * {group},"
+        )
+    return None
+
+
 def token_order(tokens: int, first: tuple[int, ...]) -> tuple[int, ...]:
     """Query tokens in the order in which rows are packed: those named, then the others."""
     return (*first, *(t for t in range(tokens) if t not in first))

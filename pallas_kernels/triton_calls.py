@@ -48,22 +48,6 @@ class Config:
         return cls(parts, row_tile, 4 if row_tile <= 32 else 8, 3 if head_dim == 64 else 2)
 
 
-def refuses_attention(q: Array, k: Array) -> str | None:
-    """Why the attention kernels do not take these queries; None if they do."""
-    _, tokens, heads, head_dim = q.shape
-    group = heads // k.shape[1]
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"`q` must be bfloat16 or float16, but is {q.dtype},"
-    if head_dim not in (64, 128):
-        return f"`q` must have head_dim 64 or 128, but has {head_dim},"
-    if tokens * group > MAX_ROWS:
-        return (
-            f"`q` must have at most {MAX_ROWS} query tokens times query heads a KV head, "
-            f"but has {tokens} * {group},"
-        )
-    return None
-
-
 def token_of_packed_row(
     order: tuple[int, ...], group: int, row_tile: int
 ) -> Int[Array, " row_tile"]:

@@ -59,17 +59,10 @@ def refuses(
     gathered: object = None,
 ) -> str | None:
     """Why the arguments are outside the kernel's domain."""
-    _, tokens, heads, head_dim = q.shape
-    kv_heads, cache_rows = k.shape[1:3]
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"`q` must be bfloat16 or float16, but is {q.dtype},"
-    if head_dim not in (64, 128):
-        return f"`q` must have head_dim 64 or 128, but has {head_dim},"
-    if tokens * heads // kv_heads > MAX_ROWS:
-        return (
-            f"`q` must have at most {MAX_ROWS} query tokens times query heads a KV head, "
-            f"but has {tokens} * {heads // kv_heads},"
-        )
+    cache_rows = k.shape[2]
+    refusal = splits.refuses_queries(q, k, MAX_ROWS)
+    if refusal is not None:
+        return refusal
     if block_size not in BLOCK_SIZES:
         listed = ", ".join(map(str, BLOCK_SIZES))
         return f"`block_size` must be one of {listed}, but is {block_size},"

@@ -10,19 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import splits
-from pallas_kernels.triton_calls import (
-    KEYS,
-    Config,
-    launch,
-    refuses_attention,
-    token_of_packed_row,
-)
+from pallas_kernels.triton_calls import KEYS, MAX_ROWS, Config, launch, token_of_packed_row
 
 
 def refuses(q: Array, k: Array, *rest: object) -> str | None:
     """Why the arguments are outside the kernel's domain."""
     del rest
-    return refuses_attention(q, k)
+    return splits.refuses_queries(q, k, MAX_ROWS)
 
 
 def sparse_attention(
