@@ -22,10 +22,11 @@ from pallas_kernels.select import bisect, sm90_lanes
 
 STEP = sm90_lanes.WARPS * sm90_lanes.TILE  # entries that a warpgroup loads at once
 MAX_WARPGROUPS = 4  # in a block: 512 threads of at most 128 registers
-MAX_STEPS = 16  # in a warpgroup: 64 entries in a thread's registers
-SPREAD_STEPS = 4  # 16 entries: with fewer, rows took longer, see `heuristic`
+MAX_STEPS = 32  # in a warpgroup: 128 entries in a thread's registers
+MAX_BLOCK_STEPS = 80  # in all warpgroups of a block
+FEW_STEPS, LONE_STEPS = 4, 8  # 16 and 32 entries, see `heuristic`
 MAX_BLOCKS = 8  # in a cluster, on any device of compute capability 9.0
-MAX_SIZE = MAX_BLOCKS * MAX_WARPGROUPS * MAX_STEPS * STEP  # 262144
+MAX_SIZE = 262_144  # a sequence of 256K; the blocks of a cluster hold 327,680
 MULTIPROCESSORS = 132  # of an H100 or H200 SXM
 
 
@@ -50,33 +51,42 @@ class Config:
         """How many thresholds a step counts at, for rows of `size`.
 
         Three take half as many exchanges of counts as one, and one and a half times as many
-        comparisons: estimated to be faster with few entries in a thread. Their counts share words.
+        comparisons, which pays with few entries in a thread. Their counts share words.
         """
         padded = -(-size // self.tile) * self.tile
-        few = padded <= self.tile * MAX_STEPS // 2
+        few = padded <= self.tile * LONE_STEPS
         return 3 if few and padded <= sm90_lanes.MAX_PAIRED else 1
 
 
 def heuristic(rows: int, size: int) -> Config:
-    """Sixteen entries in a thread, if the device has few rows to work on; more, if many.
+    """Many rows: one block each, if it holds them. Few: as many blocks as the device has for them.
 
-    Measured on an H200 (jax 0.11.2, the profiler's kernel times), with one threshold a step:
+    Warps wait for one another at each step, so that fewer are better where there are few rows.
+
+    Kernel times by the profiler on an H200 (jax 0.11.2, 2026-11-29), scores not in L2:
 
       rows x size, k          blocks x warpgroups: us
-      288 x 2048, 144         1 x 1: 7.4, 1 x 4: 10.4
-      8 x 32768, 2304         1 x 4: 17.1, 4 x 4: 16.5, 8 x 4: 19.3
-      288 x 32768, 2304       1 x 4: 53.1, 2 x 4: 82
+      288 x 2048, 144         1 x 1: 5.9, 1 x 2: 7.2, 2 x 1: 8.7
+      288 x 32768, 2304       1 x 4: 48, 2 x 4: 66
+      144 x 98304, 6912       2 x 4: 86, 4 x 4: 104, 8 x 4: 194
+      8 x 2048, 144           1 x 1: 3.4, 1 x 2: 3.7, 1 x 4: 4.3, 2 x 1: 5.3
+      8 x 32768, 2304         8 x 1: 9.8, 4 x 2: 10.3, 8 x 2: 10.5, 4 x 4: 11.7, 4 x 1: 11.8
+      1 x 131072, 9216        8 x 1: 19.6, 8 x 2: 20.8, 8 x 4: 22.1, 4 x 2: 22.7, 4 x 4: 23.9
     """
-    warpgroups = min(MAX_WARPGROUPS, pl.cdiv(size, SPREAD_STEPS * STEP))
     blocks = 1
-    while blocks * warpgroups * MAX_STEPS * STEP < size:
-        blocks *= 2
     while (
-        blocks < 4
+        blocks < MAX_BLOCKS
         and 2 * blocks * rows <= MULTIPROCESSORS
-        and blocks * warpgroups * SPREAD_STEPS * STEP < size
+        and blocks * LONE_STEPS * STEP < size
     ):
         blocks *= 2
+    steps = {1: FEW_STEPS, MAX_BLOCKS: MAX_STEPS}.get(blocks, LONE_STEPS)
+    warpgroups = min(pl.cdiv(size, blocks * steps * STEP), MAX_WARPGROUPS if blocks == 1 else 2)
+    while blocks * warpgroups * min(MAX_STEPS, MAX_BLOCK_STEPS // warpgroups) * STEP < size:
+        if warpgroups < MAX_WARPGROUPS:
+            warpgroups += 1
+        else:
+            blocks += 1
     return Config(blocks, warpgroups)
 
 

@@ -109,8 +109,11 @@ def test_sparse_attention(model, block_size, tokens, tmp_path, monkeypatch):
         (288, 2048, 144),  # and for 36 layers at once
         (8, 32_768, 2304),  # single keys
         (288, 32_768, 2304),
+        (144, 98_304, 6912),
+        (1, 131_072, 8192),
         (8, 131_072, 8192),
         (1, 262_144, 8192),
+        (288, 262_144, 8192),
     ],
 )
 def test_select_top_k(rows, size, max_k, tmp_path, monkeypatch):
