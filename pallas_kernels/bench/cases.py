@@ -51,6 +51,7 @@ class Case:
       call: see `timing.looped`.
       check: compares the outputs of a last call with what the group expects.
       layout: of its inputs, see `Group`.
+      alone: outputs of a lone call, whose kernels are timed; none: they are not.
       peer: is not ours: that it cannot run is printed and no more.
     """
 
@@ -59,6 +60,7 @@ class Case:
     call: timing.Call
     check: Callable[[Any, Any], Check]
     layout: str = ""
+    alone: tuple[str, ...] = ()
     peer: bool = False
 
 
@@ -72,6 +74,7 @@ class Group:
       expect: what the reference makes of what `prepare` gives; traceable.
       read_bytes: that a call cannot but read.
       cases: the rows.
+      first: the inputs of a lone call, from those of a loop's.
     """
 
     names: tuple[str, ...]
@@ -79,6 +82,7 @@ class Group:
     expect: Callable[[Any], Any]
     read_bytes: int
     cases: list[Case]
+    first: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda inputs: inputs
 
     def floor(self, machine: Machine) -> float:
         """The fewest seconds a call may take."""
@@ -90,7 +94,8 @@ class Outcome:
     """What came of a case.
 
     Attributes:
-      seconds: a call takes; None if it did not run.
+      seconds: a call takes in a loop; None if it did not run.
+      kernel_seconds: its kernels take; None if that was not measured.
       check: None if it did not run.
       output_bytes: what a call writes.
       problem: why it did not run; empty if it did.
@@ -98,6 +103,7 @@ class Outcome:
     """
 
     seconds: float | None = None
+    kernel_seconds: float | None = None
     check: Check | None = None
     output_bytes: int = 0
     problem: str = ""
@@ -106,17 +112,24 @@ class Outcome:
     def cells(self, group: Group, machine: Machine) -> list[str]:
         """Microseconds, TB/s, its fraction of the copy's, and the error; or what went wrong."""
         if self.seconds is None or self.check is None:
-            return ["-", "-", "-", self.problem]
+            return ["-", "-", "-", "-", self.problem]
         rate = (group.read_bytes + self.output_bytes) / self.seconds
         return [
             f"{self.seconds * 1e6:.1f}",
+            "" if self.kernel_seconds is None else f"{self.kernel_seconds * 1e6:.1f}",
             f"{rate / 1e12:.3f}",
             f"{rate / machine.bandwidth:.1%}",
             ("" if self.check.right else "WRONG: ") + f"{self.check.error:.2g}",
         ]
 
 
-COLUMNS = {"us": 8, "TB/s": 5, "of copy": 7, "error": 7}  # of `Outcome.cells`, with their widths
+COLUMNS = {
+    "us": 8,
+    "kernels us": 8,
+    "TB/s": 5,
+    "of copy": 7,
+    "error": 7,
+}  # of `Outcome.cells`, with their widths
 
 
 def runnable(implementations: dict[str, Implementation]) -> list[str]:
@@ -149,15 +162,14 @@ def measure(groups: list[Group], machine: Machine) -> Iterator[tuple[Group, Case
         inputs = group.prepare()
         expected = expect.result()(inputs)
         for case, program in zip(group.cases, programs, strict=True):
-            trips = timing.trips(group.floor(machine))
-            yield group, case, _run(case, program, inputs[case.layout], expected, trips)
+            yield group, case, _run(group, case, program, inputs[case.layout], expected, machine)
         del inputs, expected  # before the next group's are made
 
 
 def _compile(
     group: Group, machine: Machine, pool: ThreadPoolExecutor
-) -> tuple[Future[Any], list[Future[Any]]]:
-    """The programs of the reference and of the cases, on their way."""
+) -> tuple[Future[Any], list[Future[tuple[Any, Any]]]]:
+    """The programs of the reference and of the cases (a loop, a lone call), on their way."""
     shapes = jax.eval_shape(group.prepare)
     trips = timing.trips(group.floor(machine))
 
@@ -166,27 +178,44 @@ def _compile(
         options = {"xla_gpu_autotune_level": 0}
         return jax.jit(group.expect).lower(shapes).compile(options)
 
-    def program(case: Case) -> Any:
+    def program(case: Case) -> tuple[Any, Any]:
+        rotation, _ = shapes[case.layout]
         run = jax.jit(timing.looped(case.call, trips))
-        return run.lower(jnp.float32(0), shapes[case.layout][0]).compile()
+        loop = run.lower(jnp.float32(0), rotation).compile()
+        if machine.small or not case.alone:
+            return loop, None
+        inputs = jax.eval_shape(group.first, rotation[0])
+        return loop, jax.jit(timing.lone(case.call, case.alone)).lower(*inputs).compile()
 
     return pool.submit(reference), [pool.submit(program, case) for case in group.cases]
 
 
-def _run(case: Case, program: Future[Any], inputs: Any, expected: Any, trips: int) -> Outcome:
+def _run(
+    group: Group,
+    case: Case,
+    program: Future[tuple[Any, Any]],
+    inputs: Any,
+    expected: Any,
+    machine: Machine,
+) -> Outcome:
     to_check, to_time = inputs
     zero = jnp.float32(0)
+    calls = timing.trips(group.floor(machine)) * len(to_time)
     try:
-        run = program.result()
-        outputs = run(zero, to_check)[-1]
+        loop, alone = program.result()
+        outputs = loop(zero, to_check)[-1]
         check = case.check(outputs, expected)
         output_bytes = sum(x.nbytes for x in jax.tree.leaves(outputs))
-        total = timing.seconds(lambda: run(zero, to_time))
+        seconds = timing.seconds(lambda: loop(zero, to_time)) / calls
+        kernel_seconds = None
+        if alone is not None:
+            first = group.first(to_time[0])
+            kernel_seconds = timing.kernel_seconds(lambda: alone(*first))
     except Exception as error:
         refused = isinstance(error, ValueError) and "with kernels=" in str(error)
         problem = one_line(str(error) if refused else f"{type(error).__name__}: {error}")
         return Outcome(problem=problem, failed=not (refused or case.peer))
-    return Outcome(total / (trips * len(to_time)), check, output_bytes, failed=not check.right)
+    return Outcome(seconds, kernel_seconds, check, output_bytes, failed=not check.right)
 
 
 def one_line(message: str, most: int = 160) -> str:

@@ -55,7 +55,8 @@ def group_of(shape: SelectShape, machine: Machine) -> Group:
     cases = []
     for kernels in runnable(IMPLEMENTATIONS):
         call = functools.partial(pick, kernels=kernels, max_k=shape.k)
-        cases.append(Case(kernels, "", call, check))
+        alone = () if kernels == "xla" else ("counts", "positions")
+        cases.append(Case(kernels, "", call, check, alone=alone))
     call = functools.partial(pick_by_sorting, max_k=shape.k)
     cases.append(Case("lax.top_k", "", call, check, peer=True))
     return Group((str([*lead, shape.size]), str(shape.k)), prepare, expect, read, cases)

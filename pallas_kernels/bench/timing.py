@@ -1,7 +1,9 @@
-"""Device time of an op: dependent calls in one compiled loop."""
+"""Device time of an op: dependent calls in one compiled loop, and its kernels alone."""
 
 import math
+import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +14,7 @@ from jax import lax
 
 Call = Callable[..., Any]  # (trip, nudge, *inputs) -> outputs
 Rotation = Sequence[tuple[Any, ...]]  # inputs of one shape after another
+FLUSH_BYTES = 512 * 2**20  # what is read to put something else into the L2 cache
 
 
 def looped(call: Call, trips: int) -> Callable[[jax.Array, Rotation], list[Any]]:
@@ -66,6 +69,48 @@ def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
         jax.block_until_ready(run())
         found.append(time.perf_counter() - began)
     return statistics.median(found)
+
+
+def lone(call: Call, outputs: Sequence[str]) -> Callable[..., Any]:
+    """One call of the op and no more, as a function of its inputs, for the outputs named."""
+
+    def run(*inputs: Any) -> list[jax.Array]:
+        found = call(jnp.int32(0), jnp.float32(0), *inputs)
+        return [found[name] for name in outputs if name in found]
+
+    return run
+
+
+def kernel_seconds(run: Callable[[], Any], calls: int = 10) -> float | None:
+    """Time that the GPU is busy with the kernels of `run`, without gaps between them: the mean.
+
+    What CUPTI says of each kernel. Each call finds other data in the L2 cache. None without a GPU.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+
+    @jax.jit
+    def flush(x: jax.Array) -> jax.Array:
+        return x.max()
+
+    other_data = jnp.zeros(FLUSH_BYTES // 4, jnp.float32)
+    jax.block_until_ready((run(), flush(other_data)))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                jax.block_until_ready(flush(other_data))
+                jax.block_until_ready(run())
+        found = [*pathlib.Path(folder).rglob("*.xplane.pb")]
+        profile = jax.profiler.ProfileData.from_file(str(found[0]))
+    total = 0.0
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):
+                events = ((event, dict(event.stats)) for event in line.events)
+                total += sum(e.duration_ns for e, s in events if s.get("hlo_module") != "jit_flush")
+    return total * 1e-9 / calls
 
 
 def loop_overhead() -> float:

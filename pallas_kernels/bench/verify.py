@@ -32,6 +32,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 # Of implementations that "auto" does not prefer here: each takes seconds to compile.
 OTHER_FORMS = {"triton": ("none", "weight, blocks of 16"), "xla": ("none",)}
+LONE_OUTPUTS = ("out", "scores")  # what a round of decoding asks for
 # See `compare`: bfloat16 keeps 8 bits of a weight and of an output.
 TOLERANCES = {"out": 2e-2, "lse": 1e-3, "scores": 1e-2}
 
@@ -92,15 +93,17 @@ def group_of(cache: CacheShape, tokens: int, machine: Machine) -> Group:
 
     def case(kernels: str, form: str) -> Case:
         call = functools.partial(attend, kernels=kernels, **FORMS[form])
-        return Case(kernels, form, call, functools.partial(check, form=form, sequences=checked))
+        compared = functools.partial(check, form=form, sequences=checked)
+        alone = () if kernels == "xla" else LONE_OUTPUTS
+        return Case(kernels, form, call, compared, alone=alone)
 
     cases = []
     for place, kernels in enumerate(runnable(IMPLEMENTATIONS)):
         chosen = forms if place == 0 else OTHER_FORMS[kernels]
         cases += [case(kernels, form) for form in forms if form in chosen]
     if tokens == 1 and not machine.small:
-        alone = functools.partial(check, form="none", sequences=checked)
-        cases.append(Case("cuDNN", "none", attend_cudnn, alone, layout="BSKD", peer=True))
+        compared = functools.partial(check, form="none", sequences=checked)
+        cases.append(Case("cuDNN", "none", attend_cudnn, compared, "BSKD", LONE_OUTPUTS, peer=True))
     q_bytes = 2 * cache.batch * tokens * heads.query * heads.dim
     names = (heads.model, cache.size, str(tokens))
     return Group(names, prepare, expect, cache.bytes(cache.rows) + q_bytes, cases)
