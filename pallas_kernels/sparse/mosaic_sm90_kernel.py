@@ -39,9 +39,8 @@ def build(
         b, h, part = (lax.axis_index(name) for name in ("b", "h", "part"))
         warpgroup = lax.axis_index("warpgroup")
         count, length, tail_start = counts[b], lengths[b], tail_starts[b]
-        listed = lax.div(
-            count + (entries - 1), entries
-        )  # tiles of the list; then those of the tail
+        # Tiles of the list; then those of the tail.
+        listed = lax.div(count + (entries - 1), entries)
         tail_base = lax.div(tail_start, ALIGNED) * ALIGNED
         all_tiles = listed + lax.div(length + tokens - tail_base + (keys - 1), keys)
         share = lax.div(all_tiles + (parts - 1), parts)
@@ -89,13 +88,17 @@ def build(
             tiles.write(tiling, scratch, warpgroup, result, out.at[b, h, part], lse.at[b, h, part])
 
         def row_of(tile: Any, entry: int) -> Any:
-            """The cache row that an entry of a tile begins at."""
+            """The cache row that an entry of a tile begins at; negative if nothing sees it."""
             place = (begin + tile) * entries + entry
-            listed_block = blocks[b, h if lists > 1 else 0, jnp.minimum(place, most_entries - 1)]
-            listed_block = jnp.where(place < count, listed_block, 0)
-            is_listed = begin + tile < listed
+            block = blocks[b, h if lists > 1 else 0, jnp.minimum(place, most_entries - 1)]
+            start, first = tail(tile)
+            row = start + entry * block_size
+            is_seen = (row + block_size > first) & (row < length + tokens)
+            is_listed = place < count
             return jnp.where(
-                is_listed, listed_block * block_size, tail(tile)[0] + entry * block_size
+                begin + tile < listed,
+                jnp.where(is_listed, block * block_size, -1),
+                jnp.where(is_seen, row, -1),
             )
 
         def aligned(row: Any) -> Any:
@@ -105,13 +108,22 @@ def build(
             return [row_of(tile, entry) for entry in range(entries)]
 
         def copy_blocks(tile: Any, stage: Any, rows: list[Any]) -> None:
-            for source, name in ((k, "k"), (v, "v")):
-                for entry, row in enumerate(rows):
-                    plgpu.copy_gmem_to_smem(
-                        source.at[b, h, pl.ds(aligned(row), block_size)],
-                        scratch[name].at[stage, pl.ds(entry * block_size, block_size)],
-                        scratch[f"{name}_ready"].at[stage],
-                    )
+            for entry, row in enumerate(rows):
+                held = pl.ds(entry * block_size, block_size)
+
+                @pl.when(row >= 0)
+                def _(held: Any = held, row: Any = row) -> None:
+                    for source, name in ((k, "k"), (v, "v")):
+                        plgpu.copy_gmem_to_smem(
+                            source.at[b, h, pl.ds(aligned(row), block_size)],
+                            scratch[name].at[stage, held],
+                            scratch[f"{name}_ready"].at[stage],
+                        )
+
+                @pl.when(row < 0)
+                def _() -> None:
+                    for name in ("k_ready", "v_ready"):
+                        plgpu.barrier_arrive(scratch[name].at[stage])
 
         of_list = (b * lists + (h if lists > 1 else 0)) * most_entries
         sizes = {"rows": keys, "head_dim": tiling.head_dim}
