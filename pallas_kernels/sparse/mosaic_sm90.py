@@ -73,6 +73,10 @@ def refuses(
     return None
 
 
+# Layers of one shape share one trace, one lowering and one compiled kernel.
+@functools.partial(
+    jax.jit, static_argnames=("block_size", "max_tail", "scale", "config", "interpret")
+)
 def sparse_attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B K S D"],

@@ -66,10 +66,12 @@ class Config:
 
     @classmethod
     def of(cls, batch: int, kv_heads: int, rows: int, head_dim: int, cache_rows: int) -> "Config":
-        """One wave of CTAs, and as many stages as fit in shared memory."""
-        # The fewest parts with which the last wave is about as full as any.
-        ctas = batch * kv_heads
-        parts = min(range(1, 33), key=lambda p: -(-ctas * p // PROCESSORS) / p + p / 1000)
+        """As many parts as take the least time, and as many stages as fit in shared memory."""
+        # In waves of CTAs, each as long as its tiles and the time of about four to start and end.
+        tiles, ctas = cache_rows / 64 * (head_dim / 128), batch * kv_heads
+        parts = min(
+            range(1, 33), key=lambda parts: -(-ctas * parts // PROCESSORS) * (tiles / parts + 4)
+        )
         if rows > 64:
             return cls(parts, 64, 2 if head_dim == 128 else 4, 1)
         if head_dim == 64 and cache_rows % 128 == 0:
@@ -102,6 +104,10 @@ def refuses(
     return None
 
 
+# Layers of one shape share one trace, one lowering and one compiled kernel.
+@functools.partial(
+    jax.jit, static_argnames=("key_scores", "scale", "window", "config", "interpret")
+)
 def verify_attention(
     q: Float[Array, "b T H D"],
     k: Float[Array, "B K S D"],
