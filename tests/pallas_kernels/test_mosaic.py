@@ -243,7 +243,9 @@ on_hopper = pytest.mark.skipif(lacks("mosaic_gpu") is not None, reason="needs a 
 
 
 @on_hopper
-@pytest.mark.parametrize("scores", [None, ("logit", 16), ("weight", 16), ("weight", 1)])
+@pytest.mark.parametrize(
+    "scores", [None, *((mode, block) for mode in ("logit", "weight") for block in (1, 8, 16))]
+)
 @pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (8, 64)])
 def test_verify_attention_at_a_real_size(group, head_dim, scores):
     mode, block = scores or ("logit", 1)
