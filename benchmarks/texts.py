@@ -26,8 +26,21 @@ def documents(tokenizer: Tokenizer, length: int, count: int) -> list[list[int]]:
     """`count` disjoint texts of `length` tokens each, as token ids."""
     ids: list[int] = []
     for path in files():
-        text = path.read_text(encoding="utf-8")
-        ids += tokenizer.encode(f"# file: {path.parent.name}/{path.name}\n{text}\n")
+        ids += _encode(tokenizer, path)
         if len(ids) >= length * count:
             return [ids[i * length : (i + 1) * length] for i in range(count)]
     raise ValueError(f"count is {count}, but there are only {len(ids) // length} texts of {length}")
+
+
+def windows(tokenizer: Tokenizer, length: int, count: int) -> list[list[int]]:
+    """`count` texts of `length` tokens that end at different places, and overlap if they must."""
+    ids = [token for path in files() for token in _encode(tokenizer, path)]
+    if len(ids) < length:
+        raise ValueError(f"length is {length}, but all texts together have {len(ids)} tokens")
+    starts = [i * (len(ids) - length) // max(count - 1, 1) for i in range(count)]
+    return [ids[start : start + length] for start in starts]
+
+
+def _encode(tokenizer: Tokenizer, path: Path) -> list[int]:
+    text = path.read_text(encoding="utf-8")
+    return tokenizer.encode(f"# file: {path.parent.name}/{path.name}\n{text}\n")

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from vegas_jax import KVCache, ModelConfig
+from vegas_jax import KVCache, ModelConfig, Selection
 from vegas_jax.cache import LayerCache
 from vegas_jax.model.forward import Params
 from vegas_jax.model.transformer import Transformer
@@ -100,6 +100,15 @@ def widen_cache(old: ModelConfig, config: ModelConfig, cache: KVCache) -> KVCach
         for i, source in enumerate(sources(old, config))
     )
     return cache.replace(layers=layers)
+
+
+def widen_selection(old: ModelConfig, config: ModelConfig, selection: Selection) -> Selection:
+    """The selection that goes with `widen_cache`: further layers have that of a layer before."""
+    before, places = 0, []
+    for source in sources(old, config):
+        before = before if source is None else source
+        places.append(before)
+    return selection.replace(blocks=selection.blocks[np.array(places)])
 
 
 def _require(holds: bool, name: str, config: ModelConfig, allowed: str) -> None:

@@ -1,0 +1,192 @@
+"""What decoding costs at Qwen3-8B's true size, and what drafting gains: `python -m benchmarks.gpu`.
+
+The weights are those of the shipped checkpoint, grown into the large shape (`benchmarks.widen`):
+what a step costs is the large model's, how many drafts are accepted is the small one's. Each
+method's number of drafts a round is the best by the cost model, from its acceptance and its parts.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu.acceptance import best_gamma, by_position, tokens_a_round
+from benchmarks.gpu.parts import PartPrograms, Parts, Roofline, compile_decode, draft_keys
+from benchmarks.gpu.workload import QWEN3_8B, SMALL, Models, Workload
+from pallas_kernels.bench import timing
+from pallas_kernels.bench.__main__ import versions
+from pallas_kernels.bench.table import Table
+from pallas_kernels.dispatch import device_name
+from vegas_jax import SpecConfig
+
+METHODS = {
+    "streaming": SpecConfig(method="streaming"),
+    "vegas, single positions (as published)": SpecConfig.published(),
+    "vegas, blocks of 16, pool (0, 7)": SpecConfig(),
+}
+PARTS = {"widths": {"B x S": 9, "part": 50, "ms": 8, "roofline ms": 8, "of roofline": 8}}
+SPEED = {
+    "B x S": 9,
+    "method": 38,
+    "drafts": 3,
+    "tokens a round": 6,
+    "ms a round": 8,
+    "tokens/s": 8,
+    "over plain": 6,
+    "cost model": 6,
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with 2."""
+        self.exit(2, f"{message[:1].upper()}{message[1:]}.\n")
+
+
+def shape(text: str) -> tuple[int, int]:
+    """A value of --shapes: BxS."""
+    batch, _, rows = text.partition("x")
+    if not (batch.isdecimal() and rows.isdecimal() and int(batch) and int(rows)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a batch and a length, like 8x32768")
+    return int(batch), int(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command."""
+    parser = Parser("python -m benchmarks.gpu", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--shapes", type=shape, nargs="+", help="BxS ...; default 8x32768 4x98304 1x131072 32x8192"
+    )
+    parser.add_argument("--max_drafts", type=int, default=8, help="default %(default)s")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="default %(default)s")
+    parser.add_argument("--threads", type=int, default=12, help="that compile; default 12")
+    chosen = parser.parse_args(arguments)
+    for name in ("max_drafts", "max_new_tokens", "threads"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"argument --{name}: must be at least 1, but is {getattr(chosen, name)}")
+    small = jax.default_backend() != "gpu"
+    if small:
+        print("There is no GPU here: a small shape, whose times mean little.\n")
+    shapes = chosen.shapes or (
+        [(2, 1024)] if small else [(8, 32768), (4, 98304), (1, 131072), (32, 8192)]
+    )
+    for _, rows in shapes:
+        if rows < chosen.max_new_tokens + 256:
+            parser.error(f"argument --shapes: {rows} tokens leave no room for a text")
+
+    print(f"{datetime.date.today()}, {device_name()}, {versions()}")
+    copies = timing.copy_bandwidth(2**26 if small else 2**31)
+    bandwidth = max(copies.values())
+    print(f"device copy: {bandwidth / 1e12:.3f} TB/s, read + written; rooflines are against that")
+    began = time.perf_counter()
+    models = Models.load(SMALL if small else QWEN3_8B, "float32" if small else "bfloat16")
+    jax.block_until_ready(models.wide_params)
+    config = models.wide.config
+    print(
+        f"{config.num_layers} layers, hidden {config.hidden_size}, {models.wide.dtype}: weights "
+        f"made in {time.perf_counter() - began:.1f} s; acceptance is the 16M checkpoint's\n",
+        flush=True,
+    )
+    roofline = Roofline.of(models.wide, models.wide_params, bandwidth)
+    for batch, rows in shapes:
+        measure(Workload(models, batch, rows, chosen.max_new_tokens), roofline, chosen)
+    return 0
+
+
+def measure(work: Workload, roofline: Roofline, chosen: argparse.Namespace) -> None:
+    """Prints both tables of one shape."""
+    size = f"{work.batch} x {work.rows:,}"
+    with ThreadPoolExecutor(chosen.threads) as pool:
+        plain_program = pool.submit(compile_decode, work, SpecConfig(method="plain"))
+        programs = {name: PartPrograms(work, method, pool) for name, method in METHODS.items()}
+        # Acceptance by the small model, while the large one's programs are compiled.
+        most = {name: with_drafts(method, chosen.max_drafts) for name, method in METHODS.items()}
+        shares = {name: by_position(work, method) for name, method in most.items()}
+        for found in programs.values():
+            found.wait()  # compiling uses the GPU too
+        plain_s, _ = decode(work, SpecConfig(method="plain"), plain_program.result())
+        table = Table(PARTS["widths"])
+        floor = roofline.seconds(work.batch * work.length)
+        row(table, size, "plain step", plain_s, floor)
+        parts: dict[str, Parts] = {}
+        for name, method in METHODS.items():
+            parts[name] = programs[name].measure(work.begin_wide(method))
+            found = parts[name]
+            draft_floor = roofline.seconds(draft_keys(work, method))
+            row(table, size, f"{name}: draft step", found.draft, draft_floor)
+            row(table, size, f"{name}: verify 7", found.verify, floor)
+            if found.select:
+                table.row([size, f"{name}: select", f"{found.select * 1e3:.3f}", "", ""])
+        print()
+        gammas = {name: best_gamma(shares[name], parts[name]) for name in METHODS}
+        compiling = {
+            name: pool.submit(compile_decode, work, with_drafts(method, gammas[name]))
+            for name, method in METHODS.items()
+        }
+        decodes = {name: program.result() for name, program in compiling.items()}
+        table = Table(SPEED)
+        rate = work.batch / plain_s
+        table.row([size, "plain", "", "1.00", f"{plain_s * 1e3:.2f}", f"{rate:.1f}", "1.00x", ""])
+        for name, method in METHODS.items():
+            gamma = gammas[name]
+            seconds, tokens = decode(work, with_drafts(method, gamma), decodes[name])
+            modelled = tokens_a_round(shares[name], gamma) * plain_s / parts[name].round(gamma)
+            speed = work.batch * tokens / seconds
+            table.row(
+                [
+                    size,
+                    name,
+                    str(gamma),
+                    f"{tokens:.2f}",
+                    f"{seconds * 1e3:.2f}",
+                    f"{speed:.1f}",
+                    f"{speed / rate:.2f}x",
+                    f"{modelled:.2f}x",
+                ]
+            )
+        print()
+
+
+def with_drafts(config: SpecConfig, gamma: int) -> SpecConfig:
+    """The same with gamma drafts a round."""
+    return dataclasses.replace(config, num_speculative_tokens=gamma)
+
+
+def decode(work: Workload, config: SpecConfig, program: object) -> tuple[float, float]:
+    """Seconds and tokens of a sequence's round, while no sequence is done."""
+    state = work.begin_wide(config)
+    rounds = (work.new_tokens - 1) // (config.num_drafts + 1) - 2
+
+    def run(state: object, count: int) -> object:
+        return program(  # type: ignore[operator]
+            params=work.models.wide_params,
+            state=state,
+            max_rounds=jnp.int32(count),
+            stop_on_any_done=jnp.bool_(False),
+        )
+
+    state = run(state, 2)
+    before = np.asarray(state.requests.emitted)
+    began = time.perf_counter()
+    state = run(state, rounds)
+    emitted = np.asarray(state.requests.emitted) - before
+    return (time.perf_counter() - began) / rounds, float(emitted.mean()) / rounds
+
+
+def row(table: Table, size: str, part: str, seconds: float, floor: float) -> None:
+    """A row of the table of parts."""
+    table.row([size, part, f"{seconds * 1e3:.3f}", f"{floor * 1e3:.3f}", f"{floor / seconds:.1%}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
