@@ -81,7 +81,10 @@ def compile_decode(work: Workload, config: SpecConfig) -> Any:
 
 
 class PartPrograms:
-    """The compiled parts of a round; compiling begins at once, in `pool`."""
+    """The compiled parts of a round; compiling begins at once, in `pool`.
+
+    Each is a loop on the device, as in decoding: a part that the host starts pays for that.
+    """
 
     def __init__(self, work: Workload, config: SpecConfig, pool: Executor) -> None:
         model, processors = work.models.wide, work.processors
@@ -99,19 +102,22 @@ class PartPrograms:
             logits, cache, scores = spec.verify(model, params, state.cache, tokens, config)
             return state.replace(cache=cache), (logits, scores)
 
-        def select(lengths: Any, scores: Any) -> Any:
+        def select(scores: Any, state: spec.DecodeState) -> tuple[Any, Any]:
+            # Other lengths each time, or it would leave the loop.
+            lengths = state.cache.lengths
             accepted = jnp.zeros_like(lengths)
-            return spec.select(config, scores, lengths, accepted, model.kernels)
+            found = spec.select(config, scores, lengths, accepted, model.kernels)
+            return state.replace(cache=state.cache.replace(lengths=lengths - 1)), found
 
-        def compiled(part: Callable[..., Any], donated: str, *shapes: Any) -> Any:
-            return jax.jit(part, donate_argnames=donated or None).lower(*shapes).compile()
+        def compiled(part: Callable[..., Any], given: Any) -> Any:
+            return jax.jit(looped(part), donate_argnames="state").lower(given, state, 0).compile()
 
         _, (_, scores) = jax.eval_shape(verify, params, state)
         self.select: Future[Any] | None = None
         if config.method == "vegas":
-            self.select = pool.submit(compiled, select, "", state.cache.lengths, scores)
-        self.draft = pool.submit(compiled, draft, "state", params, state)
-        self.verify = pool.submit(compiled, verify, "state", params, state)
+            self.select = pool.submit(compiled, select, scores)
+        self.draft = pool.submit(compiled, draft, params)
+        self.verify = pool.submit(compiled, verify, params)
 
     def wait(self) -> None:
         """Until all is compiled."""
@@ -122,29 +128,34 @@ class PartPrograms:
     def measure(self, state: spec.DecodeState) -> Parts:
         """Times the parts; `state` is donated."""
         params, gamma = self.work.models.wide_params, self.config.num_drafts
-        draft, verify = self.draft.result(), self.verify.result()
-        found: list[float] = []
-        for part, calls in ((draft, 2), (verify, 4)):
-            state, outputs = jax.block_until_ready(part(params, state))
-            times = []
-            for _ in range(REPEATS):
-                began = time.perf_counter()
-                for _ in range(calls):
-                    state, outputs = part(params, state)
-                jax.block_until_ready(outputs)
-                times.append((time.perf_counter() - began) / calls)
-            found.append(statistics.median(times))
-        selected = 0.0
+        state, draft, _ = _time(self.draft.result(), params, state, 4)
+        state, verify, (_, scores) = _time(self.verify.result(), params, state, 8)
+        select = 0.0
         if self.select is not None:
-            lengths, scores, calls = state.cache.lengths, outputs[1], 20
-            select = self.select.result()
-            jax.block_until_ready(select(lengths, scores))
-            began = time.perf_counter()
-            for _ in range(calls):
-                last = select(lengths, scores)
-            jax.block_until_ready(last)
-            selected = (time.perf_counter() - began) / calls
-        return Parts(found[0] / gamma, found[1], selected)
+            _, select, _ = _time(self.select.result(), scores, state, 64)
+        return Parts(draft / gamma, verify, select)
+
+
+def looped(part: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """A part that hands its state on, so many times; its outputs are carried, so all are made."""
+
+    def run(given: Any, state: Any, count: Any) -> tuple[Any, Any]:
+        shapes = jax.eval_shape(part, given, state)[1]
+        outputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.fori_loop(0, count, lambda _, carry: part(given, carry[0]), (state, outputs))
+
+    return run
+
+
+def _time(program: Any, given: Any, state: Any, count: int) -> tuple[Any, float, Any]:
+    """The state afterwards, seconds of a trip, the outputs."""
+    state, outputs = jax.block_until_ready(program(given, state, 1))
+    found = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        state, outputs = jax.block_until_ready(program(given, state, count))
+        found.append((time.perf_counter() - began) / count)
+    return state, statistics.median(found), outputs
 
 
 def draft_keys(work: Workload, config: SpecConfig) -> int:
