@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.acceptance import best_gamma, by_position, tokens_a_round
+from benchmarks.gpu.correctness import check_float32, show_divergences
 from benchmarks.gpu.parts import PartPrograms, Parts, Roofline, compile_decode, draft_keys
+from benchmarks.gpu.prefill import loss_by_position, matmul_rate, operations, prefill_seconds
 from benchmarks.gpu.workload import QWEN3_8B, SMALL, Models, Workload
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.__main__ import versions
@@ -88,19 +90,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     copies = timing.copy_bandwidth(2**26 if small else 2**31)
     bandwidth = max(copies.values())
     print(f"device copy: {bandwidth / 1e12:.3f} TB/s, read + written; rooflines are against that")
-    began = time.perf_counter()
-    models = Models.load(SMALL if small else QWEN3_8B, "float32" if small else "bfloat16")
-    jax.block_until_ready(models.wide_params)
-    config = models.wide.config
+    config = SMALL if small else QWEN3_8B
     print(
-        f"{config.num_layers} layers, hidden {config.hidden_size}, {models.wide.dtype}: weights "
-        f"made in {time.perf_counter() - began:.1f} s; acceptance is the 16M checkpoint's\n",
+        f"{config.num_layers} layers, hidden {config.hidden_size}; the function, and with it all "
+        "acceptance, is the shipped 16M checkpoint's\n",
         flush=True,
     )
+    exact = Models.load(config, "float32")
+    if not check_float32(exact, rows=1024 if small else 4096, new_tokens=64):
+        return 1
+    exact = dataclasses.replace(exact, wide_params={})  # room for the others
+    models = Models.load(config, "bfloat16")
+    if not small:  # on a CPU, 16 bits take long
+        show_divergences(models, exact, rows=4096, new_tokens=256)
+    read_prompts(models, shapes, 1024 if small else 32768)
+    if small:
+        models = Models.load(config, "float32")
     roofline = Roofline.of(models.wide, models.wide_params, bandwidth)
     for batch, rows in shapes:
         measure(Workload(models, batch, rows, chosen.max_new_tokens), roofline, chosen)
     return 0
+
+
+def read_prompts(models: Models, shapes: Sequence[tuple[int, int]], rows: int) -> None:
+    """Prints the speed of prefill, and how far acceptance can be believed."""
+    rate = matmul_rate(rows // 4)
+    seconds, tokens = prefill_seconds(models, rows)
+    reached = operations(models, tokens) / seconds
+    print(
+        f"\nprefill of {tokens:,} tokens: {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s, "
+        f"{reached / 1e12:.0f} TFLOP/s, {reached / rate:.0%} of a large bfloat16 product's "
+        f"{rate / 1e12:.0f}"
+    )
+    longest = max(rows for _, rows in shapes)
+    losses = ", ".join(f"{loss:.2f}" for loss in loss_by_position(models, longest))
+    print(f"the small model's loss by position, nats, each 8,192 tokens: {losses}\n", flush=True)
 
 
 def measure(work: Workload, roofline: Roofline, chosen: argparse.Namespace) -> None:
@@ -124,7 +148,7 @@ def measure(work: Workload, roofline: Roofline, chosen: argparse.Namespace) -> N
             found = parts[name]
             draft_floor = roofline.seconds(draft_keys(work, method))
             row(table, size, f"{name}: draft step", found.draft, draft_floor)
-            row(table, size, f"{name}: verify 7", found.verify, floor)
+            row(table, size, f"{name}: verify {method.num_drafts + 1}", found.verify, floor)
             if found.select:
                 table.row([size, f"{name}: select", f"{found.select * 1e3:.3f}", "", ""])
         print()

@@ -7,6 +7,7 @@ import pytest
 
 import vegas_jax
 from benchmarks.widen import sources, widen, widen_cache
+from tests import tiny
 from vegas_jax import ModelConfig, SamplingParams, SpecConfig
 from vegas_jax.compiled import prefill_slot
 from vegas_jax.model.forward import logits
@@ -35,19 +36,23 @@ def test_computes_the_same_logits(models):
     assert found[..., vocab:].max() < expected.min() - 100
 
 
-def test_decodes_the_same_rounds(models):
-    (model, params), (wide, wide_params), tokenizer = models
-    prompt = tokenizer.encode(
-        "class Stack:\n    def __init__(self):\n        self.items = []\n" * 4
+def test_decodes_the_same_rounds():
+    config = dataclasses.replace(
+        tiny.CONFIG, hidden_size=64, num_layers=3, num_heads=8, tie_word_embeddings=False
     )
+    config = dataclasses.replace(config, num_kv_heads=4, vocab_size=128, intermediate_size=64)
     spec = SpecConfig(sparse_min_tokens=16, num_speculative_tokens=3)
     sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
     found = []
-    for one in ((model, params), (wide, wide_params)):
-        generator = vegas_jax.Generator(*one, spec=spec, max_len=256)
-        found.append(generator.generate([prompt], sampling)[0])
-    assert found[0].token_ids == found[1].token_ids
-    assert found[0].kinds == found[1].kinds  # what was accepted, and where
+    for model, params in (
+        (tiny.MODEL, tiny.params()),
+        widen(tiny.MODEL, tiny.params(), config),
+    ):
+        generator = vegas_jax.Generator(model, params, spec=spec, max_len=256)
+        found.append(generator.generate(tiny.prompts([90, 130]), sampling))
+    for small, wide in zip(*found, strict=True):
+        assert small.token_ids == wide.token_ids
+        assert small.kinds == wide.kinds  # what was accepted, and where
 
 
 def test_a_cache_is_what_the_wide_model_writes(models):
