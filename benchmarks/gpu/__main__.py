@@ -20,13 +20,15 @@ import numpy as np
 
 from benchmarks.gpu.acceptance import best_gamma, by_position, tokens_a_round
 from benchmarks.gpu.correctness import check_float32, show_divergences
+from benchmarks.gpu.limits import compile_seconds, largest_context, try_context
 from benchmarks.gpu.parts import PartPrograms, Parts, Roofline, compile_decode, draft_keys
+from benchmarks.gpu.peers import compile_cudnn, cudnn_step_seconds, transformers_steps
 from benchmarks.gpu.prefill import loss_by_position, matmul_rate, operations, prefill_seconds
 from benchmarks.gpu.workload import QWEN3_8B, SMALL, Models, Workload
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.__main__ import versions
 from pallas_kernels.bench.table import Table
-from pallas_kernels.dispatch import device_name
+from pallas_kernels.dispatch import device_name, lacks
 from vegas_jax import SpecConfig
 
 METHODS = {
@@ -45,6 +47,9 @@ SPEED = {
     "over plain": 6,
     "cost model": 6,
 }
+
+
+SECTIONS = ("peers", "correctness", "prefill", "limits", "decode")
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,6 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shapes", type=shape, nargs="+", help="BxS ...; default 8x32768 4x98304 1x131072 32x8192"
     )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        default=list(SECTIONS),
+        help=f"some of {' '.join(SECTIONS)}; all by default",
+    )
     parser.add_argument("--max_drafts", type=int, default=8, help="default %(default)s")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="default %(default)s")
     parser.add_argument("--threads", type=int, default=12, help="that compile; default 12")
@@ -86,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rows < chosen.max_new_tokens + 256:
             parser.error(f"argument --shapes: {rows} tokens leave no room for a text")
 
+    peers = transformers_steps(shapes) if "peers" in chosen.only else {}  # JAX takes all memory
     print(f"{datetime.date.today()}, {device_name()}, {versions()}")
     copies = timing.copy_bandwidth(2**26 if small else 2**31)
     bandwidth = max(copies.values())
@@ -96,20 +109,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "acceptance, is the shipped 16M checkpoint's\n",
         flush=True,
     )
-    exact = Models.load(config, "float32")
-    if not check_float32(exact, rows=1024 if small else 4096, new_tokens=64):
-        return 1
-    exact = dataclasses.replace(exact, wide_params={})  # room for the others
-    models = Models.load(config, "bfloat16")
-    if not small:  # on a CPU, 16 bits take long
-        show_divergences(models, exact, rows=4096, new_tokens=256)
-    read_prompts(models, shapes, 1024 if small else 32768)
-    if small:
-        models = Models.load(config, "float32")
+    exact = None
+    if "correctness" in chosen.only:
+        exact = Models.load(config, "float32")
+        if not check_float32(exact, rows=1024 if small else 4096, new_tokens=64):
+            return 1
+        exact = dataclasses.replace(exact, wide_params={})  # room for the others
+    models = Models.load(config, "float32" if small else "bfloat16")
     roofline = Roofline.of(models.wide, models.wide_params, bandwidth)
-    for batch, rows in shapes:
+    if exact is not None and not small:
+        show_divergences(models, exact, rows=4096, new_tokens=256)
+    if "prefill" in chosen.only:
+        read_prompts(models, shapes, 1024 if small else 32768)
+    if "limits" in chosen.only:
+        find_limits(Workload(models, *shapes[0], chosen.max_new_tokens), roofline)
+    if "peers" in chosen.only:
+        print(f"transformers, a step, static cache, compiled: {peers}\n")
+    for batch, rows in shapes if "decode" in chosen.only else ():
         measure(Workload(models, batch, rows, chosen.max_new_tokens), roofline, chosen)
     return 0
+
+
+def find_limits(work: Workload, roofline: Roofline) -> None:
+    """Prints how long the loop takes to compile, and how long a context fits."""
+    cold, cached = compile_seconds(work)
+    print(
+        f"vegas' loop, {work.batch} x {work.rows:,}: from Python to a program in {cold:.1f} s, "
+        f"from JAX's persistent cache {cached:.1f} s"
+    )
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is not None:
+        rows = largest_context(work.models, 4, roofline, limit)
+        tried = try_context(work.models, 4, rows)
+        print(f"4 x {rows:,} in the {limit / 2**30:.1f} GiB that JAX may use: {tried}")
+    print(flush=True)
 
 
 def read_prompts(models: Models, shapes: Sequence[tuple[int, int]], rows: int) -> None:
@@ -131,6 +164,9 @@ def measure(work: Workload, roofline: Roofline, chosen: argparse.Namespace) -> N
     """Prints both tables of one shape."""
     size = f"{work.batch} x {work.rows:,}"
     with ThreadPoolExecutor(chosen.threads) as pool:
+        cudnn = None
+        if "peers" in chosen.only and lacks("cudnn") is None:
+            cudnn = pool.submit(compile_cudnn, work)
         plain_program = pool.submit(compile_decode, work, SpecConfig(method="plain"))
         programs = {name: PartPrograms(work, method, pool) for name, method in METHODS.items()}
         # Acceptance by the small model, while the large one's programs are compiled.
@@ -138,10 +174,15 @@ def measure(work: Workload, roofline: Roofline, chosen: argparse.Namespace) -> N
         shares = {name: by_position(work, method) for name, method in most.items()}
         for found in programs.values():
             found.wait()  # compiling uses the GPU too
+        if cudnn is not None:
+            cudnn.result()
         plain_s, _ = decode(work, SpecConfig(method="plain"), plain_program.result())
         table = Table(PARTS["widths"])
         floor = roofline.seconds(work.batch * work.length)
         row(table, size, "plain step", plain_s, floor)
+        if cudnn is not None:
+            seconds = cudnn_step_seconds(work, cudnn.result())
+            row(table, size, "plain step, greedy, attention by cuDNN", seconds, floor)
         parts: dict[str, Parts] = {}
         for name, method in METHODS.items():
             parts[name] = programs[name].measure(work.begin_wide(method))

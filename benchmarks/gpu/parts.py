@@ -128,11 +128,11 @@ class PartPrograms:
     def measure(self, state: spec.DecodeState) -> Parts:
         """Times the parts; `state` is donated."""
         params, gamma = self.work.models.wide_params, self.config.num_drafts
-        state, draft, _ = _time(self.draft.result(), params, state, 4)
-        state, verify, (_, scores) = _time(self.verify.result(), params, state, 8)
+        state, draft, _ = time_loop(self.draft.result(), params, state, 4)
+        state, verify, (_, scores) = time_loop(self.verify.result(), params, state, 8)
         select = 0.0
         if self.select is not None:
-            _, select, _ = _time(self.select.result(), scores, state, 64)
+            _, select, _ = time_loop(self.select.result(), scores, state, 64)
         return Parts(draft / gamma, verify, select)
 
 
@@ -147,7 +147,7 @@ def looped(part: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[..., tuple[A
     return run
 
 
-def _time(program: Any, given: Any, state: Any, count: int) -> tuple[Any, float, Any]:
+def time_loop(program: Any, given: Any, state: Any, count: int) -> tuple[Any, float, Any]:
     """The state afterwards, seconds of a trip, the outputs."""
     state, outputs = jax.block_until_ready(program(given, state, 1))
     found = []

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import texts
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import acceptance, correctness, parts, prefill, workload
+from benchmarks.gpu import acceptance, correctness, limits, parts, peers, prefill, workload
 from benchmarks.widen import widen
 from tests import tiny
 from vegas_jax import SpecConfig, Transformer
@@ -45,10 +45,12 @@ def test_the_command(models, monkeypatch, capsys):
     monkeypatch.setattr(workload.Models, "load", lambda config, dtype: models)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     arguments = ["--shapes", "2x300", "--max_drafts=3", "--max_new_tokens=40", "--threads=2"]
+    monkeypatch.setattr(command, "check_float32", lambda *_, **sizes: print(sizes) or True)
+    arguments += ["--only", "correctness", "prefill", "decode"]
     assert command.main(arguments) == 0
     text = capsys.readouterr().out
     assert text.startswith("There is no GPU here")
-    assert text.count(": yes") == 2
+    assert text.index("{'rows': 1024") < text.index("prefill of") < text.index("plain step")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     rows = {row[1]: row for row in rows if len(row) > 1}
     assert {"plain step", "vegas: draft step", "vegas: verify 3", "vegas: select"} < set(rows)
@@ -59,13 +61,26 @@ def test_the_command(models, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--shapes", "8"], ["--shapes", "0x512"], ["--shapes", "1x300"], ["--threads=0"]]
+    "flags",
+    [
+        ["--only", "speed"],
+        ["--shapes", "8"],
+        ["--shapes", "0x512"],
+        ["--shapes", "1x300"],
+        ["--threads=0"],
+    ],
 )
 def test_a_bad_flag_is_one_sentence(flags, capsys):
     with pytest.raises(SystemExit) as exit_:
         command.main(flags)
     assert exit_.value.code == 2
     assert re.fullmatch(r"[A-Z].*[.]\n", capsys.readouterr().err)
+
+
+def test_small_and_wide_write_the_same(models):
+    work = workload.Workload(models, 2, 300, 12, 0.0)
+    expected = correctness.small_tokens(work)
+    assert (expected == correctness.wide_tokens(work, correctness.PLAIN)).all()
 
 
 def test_notices_other_tokens(models, monkeypatch, capsys):
@@ -126,6 +141,19 @@ def test_loss_by_position(models, monkeypatch):
     losses = prefill.loss_by_position(models, 300)
     assert len(losses) == 3
     assert all(np.isfinite(loss) and loss > 0 for loss in losses)
+
+
+def test_the_largest_context_fits_and_no_larger_one(models):
+    roofline = parts.Roofline.of(models.wide, models.wide_params, 1e12)
+    weights = sum(x.nbytes for x in jax.tree.leaves(models.wide_params))
+    limit = weights + limits.HEADROOM + 2 * 1500 * roofline.row
+    assert limits.largest_context(models, 2, roofline, limit) == 1024
+    assert limits.try_context(models, 2, 1024).startswith("fits: 8 tokens written")
+
+
+def test_says_why_a_peer_did_not_run(monkeypatch):
+    monkeypatch.setattr(peers.shutil, "which", lambda name: None)
+    assert "needs an NVIDIA GPU" in peers.transformers_steps([(1, 512)])["not run"]
 
 
 def test_windows_end_at_different_places():
