@@ -2,62 +2,30 @@
 
 The weights are those of the shipped checkpoint, grown into the large shape (`benchmarks.widen`):
 what a step costs is the large model's, how many drafts are accepted is the small one's. Each
-method's number of drafts a round is the best by the cost model, from its acceptance and its parts.
+method's number of drafts a round and share of keys are the best by the cost model, from its
+acceptance and its parts.
 """
 
 import argparse
 import dataclasses
 import datetime
 import sys
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.gpu.acceptance import best_gamma, by_position, tokens_a_round
 from benchmarks.gpu.correctness import check_float32, show_divergences
 from benchmarks.gpu.limits import compile_seconds, largest_context, try_context
-from benchmarks.gpu.parts import PartPrograms, Parts, Roofline, compile_decode, draft_keys
-from benchmarks.gpu.peers import compile_cudnn, cudnn_step_seconds, transformers_steps
+from benchmarks.gpu.parts import Roofline
+from benchmarks.gpu.peers import transformers_steps
 from benchmarks.gpu.prefill import loss_by_position, matmul_rate, operations, prefill_seconds
+from benchmarks.gpu.speed import Options, measure
 from benchmarks.gpu.workload import QWEN3_8B, SMALL, Models, Workload
 from pallas_kernels.bench import timing
-from pallas_kernels.bench.__main__ import versions
-from pallas_kernels.bench.table import Table
+from pallas_kernels.bench.__main__ import Parser, versions
 from pallas_kernels.dispatch import device_name, lacks
-from vegas_jax import SpecConfig
-
-METHODS = {
-    "streaming": SpecConfig(method="streaming"),
-    "vegas, single positions (as published)": SpecConfig.published(),
-    "vegas, blocks of 16, pool (0, 7)": SpecConfig(),
-}
-PARTS = {"widths": {"B x S": 9, "part": 50, "ms": 8, "roofline ms": 8, "of roofline": 8}}
-SPEED = {
-    "B x S": 9,
-    "method": 38,
-    "drafts": 3,
-    "tokens a round": 6,
-    "ms a round": 8,
-    "tokens/s": 8,
-    "over plain": 6,
-    "cost model": 6,
-}
-
 
 SECTIONS = ("peers", "correctness", "prefill", "limits", "decode")
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exits with 2."""
-        self.exit(2, f"{message[:1].upper()}{message[1:]}.\n")
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -82,12 +50,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"some of {' '.join(SECTIONS)}; all by default",
     )
     parser.add_argument("--max_drafts", type=int, default=8, help="default %(default)s")
+    parser.add_argument(
+        "--ratios",
+        type=float,
+        nargs="+",
+        default=[0.035, 0.07],
+        help="shares of the context that a draft may attend to; default 0.035 0.07",
+    )
     parser.add_argument("--max_new_tokens", type=int, default=256, help="default %(default)s")
     parser.add_argument("--threads", type=int, default=12, help="that compile; default 12")
     chosen = parser.parse_args(arguments)
     for name in ("max_drafts", "max_new_tokens", "threads"):
         if getattr(chosen, name) < 1:
             parser.error(f"argument --{name}: must be at least 1, but is {getattr(chosen, name)}")
+    for ratio in chosen.ratios:
+        if not 0 < ratio <= 1:
+            parser.error(f"argument --ratios: must be above 0 and at most 1, but is {ratio:g}")
     small = jax.default_backend() != "gpu"
     if small:
         print("There is no GPU here: a small shape, whose times mean little.\n")
@@ -125,8 +103,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         find_limits(Workload(models, *shapes[0], chosen.max_new_tokens), roofline)
     if "peers" in chosen.only:
         print(f"transformers, a step, static cache, compiled: {peers}\n")
+    options = Options(
+        max_drafts=chosen.max_drafts,
+        ratios=tuple(chosen.ratios),
+        threads=chosen.threads,
+        cudnn="peers" in chosen.only and lacks("cudnn") is None,
+    )
     for batch, rows in shapes if "decode" in chosen.only else ():
-        measure(Workload(models, batch, rows, chosen.max_new_tokens), roofline, chosen)
+        measure(Workload(models, batch, rows, chosen.max_new_tokens), roofline, options)
     return 0
 
 
@@ -158,99 +142,6 @@ def read_prompts(models: Models, shapes: Sequence[tuple[int, int]], rows: int) -
     longest = max(rows for _, rows in shapes)
     losses = ", ".join(f"{loss:.2f}" for loss in loss_by_position(models, longest))
     print(f"the small model's loss by position, nats, each 8,192 tokens: {losses}\n", flush=True)
-
-
-def measure(work: Workload, roofline: Roofline, chosen: argparse.Namespace) -> None:
-    """Prints both tables of one shape."""
-    size = f"{work.batch} x {work.rows:,}"
-    with ThreadPoolExecutor(chosen.threads) as pool:
-        cudnn = None
-        if "peers" in chosen.only and lacks("cudnn") is None:
-            cudnn = pool.submit(compile_cudnn, work)
-        plain_program = pool.submit(compile_decode, work, SpecConfig(method="plain"))
-        programs = {name: PartPrograms(work, method, pool) for name, method in METHODS.items()}
-        # Acceptance by the small model, while the large one's programs are compiled.
-        most = {name: with_drafts(method, chosen.max_drafts) for name, method in METHODS.items()}
-        shares = {name: by_position(work, method) for name, method in most.items()}
-        for found in programs.values():
-            found.wait()  # compiling uses the GPU too
-        if cudnn is not None:
-            cudnn.result()
-        plain_s, _ = decode(work, SpecConfig(method="plain"), plain_program.result())
-        table = Table(PARTS["widths"])
-        floor = roofline.seconds(work.batch * work.length)
-        row(table, size, "plain step", plain_s, floor)
-        if cudnn is not None:
-            seconds = cudnn_step_seconds(work, cudnn.result())
-            row(table, size, "plain step, greedy, attention by cuDNN", seconds, floor)
-        parts: dict[str, Parts] = {}
-        for name, method in METHODS.items():
-            parts[name] = programs[name].measure(work.begin_wide(method))
-            found = parts[name]
-            draft_floor = roofline.seconds(draft_keys(work, method))
-            row(table, size, f"{name}: draft step", found.draft, draft_floor)
-            row(table, size, f"{name}: verify {method.num_drafts + 1}", found.verify, floor)
-            if found.select:
-                table.row([size, f"{name}: select", f"{found.select * 1e3:.3f}", "", ""])
-        print()
-        gammas = {name: best_gamma(shares[name], parts[name]) for name in METHODS}
-        compiling = {
-            name: pool.submit(compile_decode, work, with_drafts(method, gammas[name]))
-            for name, method in METHODS.items()
-        }
-        decodes = {name: program.result() for name, program in compiling.items()}
-        table = Table(SPEED)
-        rate = work.batch / plain_s
-        table.row([size, "plain", "", "1.00", f"{plain_s * 1e3:.2f}", f"{rate:.1f}", "1.00x", ""])
-        for name, method in METHODS.items():
-            gamma = gammas[name]
-            seconds, tokens = decode(work, with_drafts(method, gamma), decodes[name])
-            modelled = tokens_a_round(shares[name], gamma) * plain_s / parts[name].round(gamma)
-            speed = work.batch * tokens / seconds
-            table.row(
-                [
-                    size,
-                    name,
-                    str(gamma),
-                    f"{tokens:.2f}",
-                    f"{seconds * 1e3:.2f}",
-                    f"{speed:.1f}",
-                    f"{speed / rate:.2f}x",
-                    f"{modelled:.2f}x",
-                ]
-            )
-        print()
-
-
-def with_drafts(config: SpecConfig, gamma: int) -> SpecConfig:
-    """The same with gamma drafts a round."""
-    return dataclasses.replace(config, num_speculative_tokens=gamma)
-
-
-def decode(work: Workload, config: SpecConfig, program: object) -> tuple[float, float]:
-    """Seconds and tokens of a sequence's round, while no sequence is done."""
-    state = work.begin_wide(config)
-    rounds = (work.new_tokens - 1) // (config.num_drafts + 1) - 2
-
-    def run(state: object, count: int) -> object:
-        return program(  # type: ignore[operator]
-            params=work.models.wide_params,
-            state=state,
-            max_rounds=jnp.int32(count),
-            stop_on_any_done=jnp.bool_(False),
-        )
-
-    state = run(state, 2)
-    before = np.asarray(state.requests.emitted)
-    began = time.perf_counter()
-    state = run(state, rounds)
-    emitted = np.asarray(state.requests.emitted) - before
-    return (time.perf_counter() - began) / rounds, float(emitted.mean()) / rounds
-
-
-def row(table: Table, size: str, part: str, seconds: float, floor: float) -> None:
-    """A row of the table of parts."""
-    table.row([size, part, f"{seconds * 1e3:.3f}", f"{floor * 1e3:.3f}", f"{floor / seconds:.1%}"])
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ SMALL = ModelConfig(
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Models:
     """The shipped checkpoint, and what `benchmarks.widen` makes of it."""
 

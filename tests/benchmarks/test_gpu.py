@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import texts
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import acceptance, correctness, limits, parts, peers, prefill, workload
+from benchmarks.gpu import acceptance, correctness, limits, parts, peers, prefill, speed, workload
 from benchmarks.widen import widen
 from tests import tiny
 from vegas_jax import SpecConfig, Transformer
@@ -40,11 +40,15 @@ def models():
 
 def test_the_command(models, monkeypatch, capsys):
     method = SpecConfig(num_speculative_tokens=2, sparse_min_tokens=32)
-    monkeypatch.setattr(command, "METHODS", {"vegas": method})
+    monkeypatch.setattr(speed, "METHODS", {"vegas": method})
+    monkeypatch.setattr(speed, "TRAINED", 256)
+    shares = {"vegas": {0.3: [0.9, 0.8, 0.7]}}
+    monkeypatch.setattr(speed, "acceptances", lambda work, options: shares)
     monkeypatch.setattr(command.timing, "copy_bandwidth", lambda size: {"guessed": 1e10})
     monkeypatch.setattr(workload.Models, "load", lambda config, dtype: models)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     arguments = ["--shapes", "2x300", "--max_drafts=3", "--max_new_tokens=40", "--threads=2"]
+    arguments += ["--ratios", "0.3"]
     monkeypatch.setattr(command, "check_float32", lambda *_, **sizes: print(sizes) or True)
     arguments += ["--only", "correctness", "prefill", "decode"]
     assert command.main(arguments) == 0
@@ -55,9 +59,11 @@ def test_the_command(models, monkeypatch, capsys):
     rows = {row[1]: row for row in rows if len(row) > 1}
     assert {"plain step", "vegas: draft step", "vegas: verify 3", "vegas: select"} < set(rows)
     assert float(rows["plain step"][2]) > 0
-    assert 1 <= int(rows["vegas"][2]) <= 3
-    assert 1 <= float(rows["vegas"][3]) <= 4
-    assert all(re.fullmatch(r"\d+\.\d\dx", cell) for cell in rows["vegas"][6:])
+    assert rows["vegas"][2] == "30.0%"
+    assert 1 <= int(rows["vegas"][3]) <= 3
+    assert 1 <= float(rows["vegas"][4]) <= 4
+    assert all(re.fullmatch(r"\d+\.\d\dx", cell) for cell in rows["vegas"][7:])
+    assert rows["vegas; acceptance at 0K"][-1].endswith("x")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +74,7 @@ def test_the_command(models, monkeypatch, capsys):
         ["--shapes", "0x512"],
         ["--shapes", "1x300"],
         ["--threads=0"],
+        ["--ratios", "0.1", "1.5"],
     ],
 )
 def test_a_bad_flag_is_one_sentence(flags, capsys):
@@ -105,11 +112,35 @@ def test_says_where_tokens_part(models, monkeypatch, capsys):
     assert "first other token after 5 of 12" in second
 
 
+def test_acceptances_of_all_methods_and_ratios(models, monkeypatch):
+    monkeypatch.setattr(speed, "by_position", lambda work, spec: [spec.sparse_ratio] * 2)
+    options = speed.Options(max_drafts=2, ratios=(0.1, 0.2), threads=2, cudnn=False)
+    found = speed.acceptances(workload.Workload(models, 2, 300, 40), options)
+    assert found == {name: {0.1: [0.1, 0.1], 0.2: [0.2, 0.2]} for name in speed.METHODS}
+
+
 def test_the_best_number_of_drafts():
     shares = [0.9, 0.8, 0.4, 0.1]
     assert acceptance.tokens_a_round(shares, 2) == pytest.approx(2.7)
     assert acceptance.best_gamma(shares, parts.Parts(0.1, 1.0, 0.0)) == 3
     assert acceptance.best_gamma(shares, parts.Parts(1.0, 1.0, 0.0)) == 1
+
+
+def test_tuning_weighs_keys_against_acceptance(models):
+    work = workload.Workload(models, 2, 4000, 40)
+    roofline = parts.Roofline.of(models.wide, models.wide_params, 1e10)
+    found = parts.Parts(draft=3e-4, verify=1e-3, select=0.0)
+    method = SpecConfig(sparse_min_tokens=1)
+    few, many = [0.6, 0.3, 0.1], [0.9, 0.8, 0.7]
+    default = SpecConfig().sparse_ratio
+    assert speed.parts_with(work, method, found, roofline) == found
+    more = speed.parts_with(work, speed.tuned(method, 6, 2 * default), found, roofline)
+    keys = 2 * default * work.length
+    assert more.draft - found.draft == pytest.approx(keys * roofline.row / 1e10, rel=0.05)
+    best = speed.tune(work, method, {default: few, 2 * default: many}, found, roofline)
+    assert (best.sparse_ratio, best.num_drafts) == (2 * default, 3)
+    best = speed.tune(work, method, {default: few, 2 * default: few}, found, roofline)
+    assert best.sparse_ratio == default
 
 
 def test_acceptance_is_that_of_the_rounds(models):
