@@ -14,6 +14,10 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # few threads as a small machine has cores, those that wait can keep the others from running.
 os.environ.setdefault("NPROC", "32")
 
+import gc
+import itertools
+from pathlib import Path
+
 import hypothesis
 import jax
 
@@ -22,3 +26,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 hypothesis.settings.register_profile("vegas_jax", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("vegas_jax")
+
+MAPS = Path("/proc/self/maps")  # on Linux, a line for each piece of memory that is mapped
+MOST_MAPS = 30_000  # a process may have 65,530
+number = itertools.count(1)
+
+
+def pytest_runtest_teardown():
+    """Forgets compiled programs before they are too many: each is mapped in dozens of pieces.
+
+    LLVM aborts the process when it gets no more.
+    """
+    if next(number) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
