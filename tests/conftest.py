@@ -28,7 +28,7 @@ hypothesis.settings.register_profile("vegas_jax", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("vegas_jax")
 
 MAPS = Path("/proc/self/maps")  # on Linux, a line for each piece of memory that is mapped
-MOST_MAPS = 30_000  # a process may have 65,530
+MOST_MAPS = 50_000  # a process may have 65,530
 number = itertools.count(1)
 
 
@@ -37,6 +37,6 @@ def pytest_runtest_teardown():
 
     LLVM aborts the process when it gets no more.
     """
-    if next(number) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+    if next(number) % 5 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
         gc.collect()
