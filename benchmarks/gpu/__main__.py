@@ -25,6 +25,8 @@ from pallas_kernels.bench import timing
 from pallas_kernels.bench.__main__ import Parser, versions
 from pallas_kernels.dispatch import device_name, lacks
 
+SHAPES = [(8, 32768), (4, 98304), (1, 131072), (32, 8192)]
+SMALL_SHAPES = [(2, 1024)]
 SECTIONS = ("peers", "correctness", "prefill", "limits", "decode")
 
 
@@ -66,17 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for ratio in chosen.ratios:
         if not 0 < ratio <= 1:
             parser.error(f"argument --ratios: must be above 0 and at most 1, but is {ratio:g}")
+
+    def check_room(shapes: Sequence[tuple[int, int]]) -> None:
+        for _, rows in shapes:
+            if rows < chosen.max_new_tokens + 256:
+                parser.error(f"argument --shapes: {rows} tokens leave no room for a text")
+
+    shapes = chosen.shapes or SHAPES
+    check_room(shapes)
+    # Before JAX is asked anything: with its first answer it takes the GPU's memory.
+    peers = transformers_steps(shapes) if "peers" in chosen.only else {}
     small = jax.default_backend() != "gpu"
     if small:
         print("There is no GPU here: a small shape, whose times mean little.\n")
-    shapes = chosen.shapes or (
-        [(2, 1024)] if small else [(8, 32768), (4, 98304), (1, 131072), (32, 8192)]
-    )
-    for _, rows in shapes:
-        if rows < chosen.max_new_tokens + 256:
-            parser.error(f"argument --shapes: {rows} tokens leave no room for a text")
-
-    peers = transformers_steps(shapes) if "peers" in chosen.only else {}  # JAX takes all memory
+        shapes = chosen.shapes or SMALL_SHAPES
+        check_room(shapes)
     print(f"{datetime.date.today()}, {device_name()}, {versions()}")
     copies = timing.copy_bandwidth(2**26 if small else 2**31)
     bandwidth = max(copies.values())

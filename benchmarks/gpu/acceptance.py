@@ -6,21 +6,12 @@ import numpy as np
 from benchmarks.gpu.parts import Parts
 from benchmarks.gpu.workload import Workload
 from vegas_jax import SpecConfig, Stats
-from vegas_jax.compiled import decode_jit
 
 
 def by_position(work: Workload, config: SpecConfig) -> list[float]:
     """Share of the rounds in which draft 1, 2, ... gamma was accepted, over the whole batch."""
-    state = decode_jit(
-        model=work.models.small,
-        params=work.models.small_params,
-        state=work.begin(config),
-        spec=config,
-        processors=work.processors,
-        max_rounds=np.int32(2**31 - 1),
-        stop_on_any_done=np.bool_(False),
-    )
-    kinds, emitted = jax.device_get((state.requests.kinds, state.requests.emitted))
+    requests = work.decode_small(config).requests
+    kinds, emitted = jax.device_get((requests.kinds, requests.emitted))
     gamma = config.num_drafts
     stats = [
         Stats.from_kinds(row[:count].tolist(), gamma, prefill_s=0.0, decode_s=1.0)

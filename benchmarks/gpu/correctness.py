@@ -9,7 +9,6 @@ import numpy as np
 from benchmarks.gpu.parts import compile_decode
 from benchmarks.gpu.workload import Models, Workload
 from vegas_jax import SpecConfig, logits
-from vegas_jax.compiled import decode_jit
 
 PLAIN = SpecConfig(method="plain")
 COUPLED = SpecConfig(acceptance="coupled")
@@ -70,16 +69,7 @@ def show_divergences(models: Models, exact: Models, rows: int, new_tokens: int) 
 
 def small_tokens(work: Workload) -> np.ndarray:
     """What the small model writes, [B, new_tokens]."""
-    state = decode_jit(
-        model=work.models.small,
-        params=work.models.small_params,
-        state=work.begin(PLAIN),
-        spec=PLAIN,
-        processors=work.processors,
-        max_rounds=np.int32(2**31 - 1),
-        stop_on_any_done=np.bool_(False),
-    )
-    return np.asarray(state.requests.tokens)[:, : work.new_tokens]
+    return np.asarray(work.decode_small(PLAIN).requests.tokens)[:, : work.new_tokens]
 
 
 def wide_tokens(work: Workload, config: SpecConfig) -> np.ndarray:

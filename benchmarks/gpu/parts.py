@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from benchmarks.gpu.workload import Workload
 from vegas_jax import SpecConfig, spec
+from vegas_jax.compiled import decode_jit
 from vegas_jax.drafters.selection import key_budget
 from vegas_jax.model.transformer import Transformer
 
@@ -67,8 +68,6 @@ class Parts:
 
 def compile_decode(work: Workload, config: SpecConfig) -> Any:
     """The loop over rounds: (params, state, max_rounds, stop_on_any_done) -> state."""
-    from vegas_jax.compiled import decode_jit
-
     return decode_jit.lower(
         model=work.models.wide,
         params=shapes_of(work.models.wide_params),

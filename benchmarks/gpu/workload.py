@@ -11,7 +11,7 @@ import vegas_jax
 from benchmarks.texts import windows
 from benchmarks.widen import widen, widen_cache, widen_selection
 from vegas_jax import KVCache, ModelConfig, Processors, SamplingParams, SpecConfig
-from vegas_jax.compiled import begin_jit, prefill_slot
+from vegas_jax.compiled import begin_jit, decode_jit, prefill_slot
 from vegas_jax.model.forward import Params
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.spec import DecodeState, init_state, new_requests
@@ -137,6 +137,18 @@ class Workload:
             slots=np.arange(self.batch, dtype=np.int32),
             spec=spec,
             processors=self.processors,
+        )
+
+    def decode_small(self, spec: SpecConfig) -> DecodeState:
+        """The small model's state when all continuations are written."""
+        return decode_jit(
+            model=self.models.small,
+            params=self.models.small_params,
+            state=self.begin(spec),
+            spec=spec,
+            processors=self.processors,
+            max_rounds=np.int32(2**31 - 1),
+            stop_on_any_done=np.bool_(False),
         )
 
     def begin_wide(self, spec: SpecConfig) -> DecodeState:

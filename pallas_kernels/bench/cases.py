@@ -123,13 +123,8 @@ class Outcome:
         ]
 
 
-COLUMNS = {
-    "us": 8,
-    "kernels us": 8,
-    "TB/s": 5,
-    "of copy": 7,
-    "error": 7,
-}  # of `Outcome.cells`, with their widths
+# Of `Outcome.cells`, with their widths.
+COLUMNS = {"us": 8, "kernels us": 8, "TB/s": 5, "of copy": 7, "error": 7}
 
 
 def runnable(implementations: dict[str, Implementation]) -> list[str]:
