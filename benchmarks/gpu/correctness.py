@@ -74,10 +74,5 @@ def small_tokens(work: Workload) -> np.ndarray:
 
 def wide_tokens(work: Workload, config: SpecConfig) -> np.ndarray:
     """What the wide model writes, [B, new_tokens]."""
-    state = compile_decode(work, config)(
-        params=work.models.wide_params,
-        state=work.begin_wide(config),
-        max_rounds=jnp.int32(2**31 - 1),
-        stop_on_any_done=jnp.bool_(False),
-    )
+    state = compile_decode(work, config)(work.begin_wide(config), 2**31 - 1)
     return np.asarray(state.requests.tokens)[:, : work.new_tokens]

@@ -42,7 +42,7 @@ def try_context(models: Models, batch: int, rows: int) -> str:
     """Decodes a few rounds with caches of so many rows; says what came of it."""
     work = Workload(models, batch, rows - 32, 32)
     try:
-        program = compile_decode(work, SpecConfig())
+        run = compile_decode(work, SpecConfig())
         state = work.empty(models.wide, SpecConfig())
         # Its last tokens are to come; nothing but their number matters here.
         lengths = jnp.full((batch,), work.length, jnp.int32)
@@ -50,12 +50,7 @@ def try_context(models: Models, batch: int, rows: int) -> str:
             done=jnp.zeros((batch,), bool), limit=jnp.full((batch,), 8, jnp.int32)
         )
         state = state.replace(cache=state.cache.replace(lengths=lengths), requests=requests)
-        state = program(
-            params=models.wide_params,
-            state=state,
-            max_rounds=jnp.int32(8),
-            stop_on_any_done=jnp.bool_(False),
-        )
+        state = run(state, 8)
         emitted = int(state.requests.emitted.min())
     except jax.errors.JaxRuntimeError as error:
         return f"does not fit: {str(error).splitlines()[0][:120]}"

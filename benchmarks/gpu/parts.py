@@ -66,9 +66,9 @@ class Parts:
         return gamma * self.draft + self.verify + self.select
 
 
-def compile_decode(work: Workload, config: SpecConfig) -> Any:
-    """The loop over rounds: (params, state, max_rounds, stop_on_any_done) -> state."""
-    return decode_jit.lower(
+def compile_decode(work: Workload, config: SpecConfig) -> Callable[[Any, int], Any]:
+    """The wide model's loop over rounds: (state, at most so many rounds) -> state."""
+    program = decode_jit.lower(
         model=work.models.wide,
         params=shapes_of(work.models.wide_params),
         state=state_shapes(work, config),
@@ -77,6 +77,16 @@ def compile_decode(work: Workload, config: SpecConfig) -> Any:
         max_rounds=jax.ShapeDtypeStruct((), jnp.int32),
         stop_on_any_done=jax.ShapeDtypeStruct((), jnp.bool_),
     ).compile()
+
+    def run(state: Any, rounds: int) -> Any:
+        return program(
+            params=work.models.wide_params,
+            state=state,
+            max_rounds=jnp.int32(rounds),
+            stop_on_any_done=jnp.bool_(False),
+        )
+
+    return run
 
 
 class PartPrograms:

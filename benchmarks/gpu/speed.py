@@ -6,7 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.acceptance import best_gamma, by_position, tokens_a_round
@@ -191,19 +190,10 @@ def parts_with(work: Workload, config: SpecConfig, parts: Parts, roofline: Roofl
     return dataclasses.replace(parts, draft=parts.draft + more * roofline.row / roofline.bandwidth)
 
 
-def decode(work: Workload, config: SpecConfig, program: Any) -> tuple[float, float]:
+def decode(work: Workload, config: SpecConfig, run: Any) -> tuple[float, float]:
     """Seconds and a sequence's tokens of a round, while no sequence is done."""
     state = work.begin_wide(config)
     rounds = max(1, (work.new_tokens - 1) // (config.num_drafts + 1) - 2)
-
-    def run(state: Any, count: int) -> Any:
-        return program(
-            params=work.models.wide_params,
-            state=state,
-            max_rounds=jnp.int32(count),
-            stop_on_any_done=jnp.bool_(False),
-        )
-
     state = run(state, 2)
     before = np.asarray(state.requests.emitted)
     began = time.perf_counter()
