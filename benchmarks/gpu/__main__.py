@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 import jax
 
+from benchmarks.gpu.compiling import compile_seconds
 from benchmarks.gpu.correctness import check_float32, show_divergences
-from benchmarks.gpu.limits import compile_seconds, largest_context, try_context
+from benchmarks.gpu.limits import largest_context, try_context
 from benchmarks.gpu.parts import Roofline
 from benchmarks.gpu.peers import transformers_steps
 from benchmarks.gpu.prefill import loss_by_position, matmul_rate, operations, prefill_seconds
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def find_limits(work: Workload, roofline: Roofline) -> None:
     """Prints how long the loop takes to compile, and how long a context fits."""
-    cold, cached = compile_seconds(work)
+    cold, cached = compile_seconds(work.batch, work.rows)
     print(
         f"vegas' loop, {work.batch} x {work.rows:,}: from Python to a program in {cold:.1f} s, "
         f"from JAX's persistent cache {cached:.1f} s"

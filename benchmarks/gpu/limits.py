@@ -1,11 +1,7 @@
-"""How long the loop takes to compile, and how long a context fits."""
-
-import tempfile
-import time
+"""How long a context fits."""
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks.gpu.parts import Roofline, compile_decode
 from benchmarks.gpu.workload import Models, Workload
@@ -13,23 +9,6 @@ from vegas_jax import SpecConfig
 
 HEADROOM = 3 * 2**30  # bytes, for what is neither weights nor cache
 STEP = 512  # tokens: cache rows come in so many
-
-
-def compile_seconds(work: Workload) -> tuple[float, float]:
-    """Of vegas' whole loop, from Python to a program: the first time, and from JAX's cache."""
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        old = jax.config.jax_compilation_cache_dir
-        jax.config.update("jax_compilation_cache_dir", folder)
-        compilation_cache.reset_cache()
-        for _ in range(2):
-            jax.clear_caches()
-            began = time.perf_counter()
-            compile_decode(work, SpecConfig())
-            found.append(time.perf_counter() - began)
-        jax.config.update("jax_compilation_cache_dir", old)
-        compilation_cache.reset_cache()
-    return found[0], found[1]
 
 
 def largest_context(models: Models, batch: int, roofline: Roofline, limit: int) -> int:

@@ -1,4 +1,4 @@
-"""What the parts of a round take, each as a program of its own, and what they cannot but take."""
+"""What the parts of a round take, and what they cannot but take."""
 
 import dataclasses
 import statistics
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.gpu.workload import Workload
 from vegas_jax import SpecConfig, spec
@@ -17,6 +18,7 @@ from vegas_jax.drafters.selection import key_budget
 from vegas_jax.model.transformer import Transformer
 
 REPEATS = 5
+FEW_DRAFTS, MANY_DRAFTS = 2, 6  # of the rounds that tell what a draft costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Parts:
 
     Attributes:
       draft: one draft step.
-      verify: one verification, without selection.
-      select: one selection; the scores that it ranks are part of `verify`.
+      verify: one verification, and all that a round does but drafts and selection.
+      select: one selection; making the scores that it ranks is part of `verify`.
     """
 
     draft: float
@@ -90,81 +92,108 @@ def compile_decode(work: Workload, config: SpecConfig) -> Callable[[Any, int], A
 
 
 class PartPrograms:
-    """The compiled parts of a round; compiling begins at once, in `pool`.
+    """Times the parts of a method's round where they are: in the loop that decodes.
 
-    Each is a loop on the device, as in decoding: a part that the host starts pays for that.
+    A draft is what one more of them adds to a round, verification what is left of it (with
+    acceptance, sampling and all else that a round does). Selection alone is a loop of its own.
+    Compiling begins at once, in `pool`.
     """
 
     def __init__(self, work: Workload, config: SpecConfig, pool: Executor) -> None:
-        model, processors = work.models.wide, work.processors
-        self.work, self.config = work, config
-        params, state = shapes_of(work.models.wide_params), state_shapes(work, config)
-
-        def draft(params: Any, state: spec.DecodeState) -> tuple[Any, Any]:
-            drafts, q, cache = spec.draft(model, params, state, config, processors)
-            return state.replace(cache=cache), (drafts, q)
-
-        def verify(params: Any, state: spec.DecodeState) -> tuple[Any, Any]:
-            tokens = jnp.concatenate(
-                [state.requests.pending[:, None], state.requests.drafts], axis=1
-            )
-            logits, cache, scores = spec.verify(model, params, state.cache, tokens, config)
-            return state.replace(cache=cache), (logits, scores)
-
-        def select(scores: Any, state: spec.DecodeState) -> tuple[Any, Any]:
-            # Other lengths each time, or it would leave the loop.
-            lengths = state.cache.lengths
-            accepted = jnp.zeros_like(lengths)
-            found = spec.select(config, scores, lengths, accepted, model.kernels)
-            return state.replace(cache=state.cache.replace(lengths=lengths - 1)), found
-
-        def compiled(part: Callable[..., Any], given: Any) -> Any:
-            return jax.jit(looped(part), donate_argnames="state").lower(given, state, 0).compile()
-
-        _, (_, scores) = jax.eval_shape(verify, params, state)
+        self.work, self.config, self.pool = work, config, pool
+        self.loops: dict[SpecConfig, Future[Any]] = {}
+        for gamma in (FEW_DRAFTS, MANY_DRAFTS):
+            self.loop(with_drafts(config, gamma))
         self.select: Future[Any] | None = None
         if config.method == "vegas":
-            self.select = pool.submit(compiled, select, scores)
-        self.draft = pool.submit(compiled, draft, params)
-        self.verify = pool.submit(compiled, verify, params)
+            self.select = pool.submit(compile_select, work, config)
+
+    def loop(self, config: SpecConfig) -> "Future[Any]":
+        """`compile_decode`, compiled once."""
+        if config not in self.loops:
+            self.loops[config] = self.pool.submit(compile_decode, self.work, config)
+        return self.loops[config]
 
     def wait(self) -> None:
         """Until all is compiled."""
-        for program in (self.draft, self.verify, self.select):
+        for program in (*self.loops.values(), self.select):
             if program is not None:
                 program.result()
 
-    def measure(self, state: spec.DecodeState) -> Parts:
-        """Times the parts; `state` is donated."""
-        params, gamma = self.work.models.wide_params, self.config.num_drafts
-        state, draft, _ = time_loop(self.draft.result(), params, state, 4)
-        state, verify, (_, scores) = time_loop(self.verify.result(), params, state, 8)
+    def measure(self) -> Parts:
+        """Times the parts."""
+        few, many = (
+            round_seconds(self.work, config, program.result())[0]
+            for config, program in self.loops.items()
+        )
+        draft = (many - few) / (MANY_DRAFTS - FEW_DRAFTS)
         select = 0.0
         if self.select is not None:
-            _, select, _ = time_loop(self.select.result(), scores, state, 64)
-        return Parts(draft / gamma, verify, select)
+            state = self.work.begin_wide(self.config)
+            scores = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype), score_shapes(self.work, self.config)
+            )
+            select = time_loop(self.select.result(), scores, state, 64)[1]
+        return Parts(draft, many - MANY_DRAFTS * draft - select, select)
 
 
-def looped(part: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """A part that hands its state on, so many times; its outputs are carried, so all are made."""
-
-    def run(given: Any, state: Any, count: Any) -> tuple[Any, Any]:
-        shapes = jax.eval_shape(part, given, state)[1]
-        outputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return jax.lax.fori_loop(0, count, lambda _, carry: part(given, carry[0]), (state, outputs))
-
-    return run
+def with_drafts(config: SpecConfig, gamma: int) -> SpecConfig:
+    """The same with gamma drafts a round."""
+    return dataclasses.replace(config, num_speculative_tokens=gamma)
 
 
-def time_loop(program: Any, given: Any, state: Any, count: int) -> tuple[Any, float, Any]:
-    """The state afterwards, seconds of a trip, the outputs."""
-    state, outputs = jax.block_until_ready(program(given, state, 1))
+def round_seconds(work: Workload, config: SpecConfig, run: Any) -> tuple[float, float]:
+    """Seconds and a sequence's tokens of a round, while no sequence is done."""
+    state = work.begin_wide(config)
+    rounds = max(1, (work.new_tokens - 1) // (config.num_drafts + 1) - 2)
+    state = run(state, 2)
+    before = np.asarray(state.requests.emitted)
+    began = time.perf_counter()
+    state = run(state, rounds)
+    emitted = np.asarray(state.requests.emitted) - before
+    return (time.perf_counter() - began) / rounds, float(emitted.mean()) / rounds
+
+
+def score_shapes(work: Workload, config: SpecConfig) -> Any:
+    """Of what verification hands to selection."""
+
+    def verify(params: Any, state: spec.DecodeState) -> Any:
+        tokens = jnp.concatenate([state.requests.pending[:, None], state.requests.drafts], axis=1)
+        return spec.verify(work.models.wide, params, state.cache, tokens, config)[2]
+
+    return jax.eval_shape(verify, shapes_of(work.models.wide_params), state_shapes(work, config))
+
+
+def compile_select(work: Workload, config: SpecConfig) -> Any:
+    """A loop of selections; for `time_loop`."""
+
+    def select(scores: Any, state: spec.DecodeState) -> tuple[Any, Any]:
+        # Other lengths each time, or it would leave the loop.
+        lengths = state.cache.lengths
+        accepted = jnp.zeros_like(lengths)
+        found = spec.select(config, scores, lengths, accepted, work.models.wide.kernels)
+        return state.replace(cache=state.cache.replace(lengths=lengths - 1)), found
+
+    def run(scores: Any, state: Any, count: Any) -> tuple[Any, Any]:
+        shapes = jax.eval_shape(select, scores, state)[1]
+        found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.fori_loop(
+            0, count, lambda _, carry: select(scores, carry[0]), (state, found)
+        )
+
+    given = score_shapes(work, config), state_shapes(work, config)
+    return jax.jit(run, donate_argnames="state").lower(*given, 0).compile()
+
+
+def time_loop(program: Any, given: Any, state: Any, count: int) -> tuple[Any, float]:
+    """The state afterwards, seconds of a trip."""
+    state, _ = jax.block_until_ready(program(given, state, 1))
     found = []
     for _ in range(REPEATS):
         began = time.perf_counter()
-        state, outputs = jax.block_until_ready(program(given, state, count))
+        state, _ = jax.block_until_ready(program(given, state, count))
         found.append((time.perf_counter() - began) / count)
-    return state, statistics.median(found), outputs
+    return state, statistics.median(found)
 
 
 def draft_keys(work: Workload, config: SpecConfig) -> int:

@@ -2,14 +2,18 @@
 
 import dataclasses
 import functools
-import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-import numpy as np
 
 from benchmarks.gpu.acceptance import best_gamma, by_position, tokens_a_round
-from benchmarks.gpu.parts import PartPrograms, Parts, Roofline, compile_decode, draft_keys
+from benchmarks.gpu.parts import (
+    MANY_DRAFTS,
+    PartPrograms,
+    Parts,
+    Roofline,
+    compile_decode,
+    draft_keys,
+    round_seconds,
+)
 from benchmarks.gpu.peers import compile_cudnn, cudnn_step_seconds
 from benchmarks.gpu.workload import Models, Workload
 from pallas_kernels.bench.table import Table
@@ -20,8 +24,16 @@ METHODS = {
     "vegas, single positions (as published)": SpecConfig.published(),
     "vegas, blocks of 16, pool (0, 7)": SpecConfig(),
 }
+PLAIN = SpecConfig(method="plain")
 TRAINED = 32768  # tokens: the longest texts that the shipped checkpoint was trained on
-PARTS = {"B x S": 11, "part": 52, "ms": 8, "roofline ms": 8, "of roofline": 8}
+PARTS = {
+    "B x S": 11,
+    "part": 52,
+    "ms": 8,
+    "roofline ms": 8,
+    "of roofline": 8,
+    "over plain": 6,
+}
 SPEED = {
     "B x S": 11,
     "method": 52,
@@ -59,7 +71,7 @@ def measure(work: Workload, roofline: Roofline, options: Options) -> None:
     size = f"{work.batch} x {work.rows:,}"
     with ThreadPoolExecutor(options.threads) as pool:
         cudnn = pool.submit(compile_cudnn, work) if options.cudnn else None
-        plain_program = pool.submit(compile_decode, work, SpecConfig(method="plain"))
+        plain_program = pool.submit(compile_decode, work, PLAIN)
         programs = {name: PartPrograms(work, method, pool) for name, method in METHODS.items()}
         # Acceptance by the small model, while the large one's programs are compiled.
         shares = acceptances(work, options)
@@ -67,34 +79,44 @@ def measure(work: Workload, roofline: Roofline, options: Options) -> None:
             program.wait()  # compiling uses the GPU too
         cudnn_program = None if cudnn is None else cudnn.result()
 
-        plain = decode(work, SpecConfig(method="plain"), plain_program.result())[0]
+        plain = round_seconds(work, PLAIN, plain_program.result())[0]
         floor = roofline.seconds(work.batch * work.length)
         table = Table(PARTS)
-        row(table, size, "plain step", plain, floor)
+
+        def row(part: str, seconds: float, floor: float | None = None) -> None:
+            floors = ["", ""] if floor is None else [f"{floor * 1e3:.3f}", f"{floor / seconds:.1%}"]
+            table.row([size, part, f"{seconds * 1e3:.3f}", *floors, f"{seconds / plain:.3f}x"])
+
+        row("plain step", plain, floor)
         if cudnn_program is not None:
             seconds = cudnn_step_seconds(work, cudnn_program)
-            row(table, size, "plain step, greedy, attention by cuDNN", seconds, floor)
+            row("plain step, greedy, attention by cuDNN", seconds, floor)
         parts: dict[str, Parts] = {}
         for name, method in METHODS.items():
-            found = parts[name] = programs[name].measure(work.begin_wide(method))
-            draft_floor = roofline.seconds(draft_keys(work, method))
-            row(table, size, f"{name}: draft step", found.draft, draft_floor)
-            row(table, size, f"{name}: verify {method.num_drafts + 1}", found.verify, floor)
+            found = parts[name] = programs[name].measure()
+            row(f"{name}: draft step", found.draft, roofline.seconds(draft_keys(work, method)))
+            row(f"{name}: verify {MANY_DRAFTS + 1}", found.verify, floor)
             if found.select:
-                table.row([size, f"{name}: select", f"{found.select * 1e3:.3f}", "", ""])
+                row(f"{name}: select", found.select)
         print()
+        for name, found in parts.items():
+            if found.select and "streaming" in parts:
+                selection = found.select + found.verify - parts["streaming"].verify
+                share = selection / found.round(MANY_DRAFTS)
+                print(f"{name}: selection, and making its scores: {share:.1%} of such a round")
+        print(flush=True)
 
         best = {
             name: tune(work, METHODS[name], shares[name], parts[name], roofline) for name in METHODS
         }
-        compiling = {name: pool.submit(compile_decode, work, best[name]) for name in METHODS}
-        decodes = {name: program.result() for name, program in compiling.items()}
+        compiling = {name: programs[name].loop(best[name]) for name in METHODS}
+        loops = {name: program.result() for name, program in compiling.items()}
 
     table = Table(SPEED)
     rate = work.batch / plain
     table.row([size, "plain", "", "", "1.00", f"{plain * 1e3:.2f}", f"{rate:.1f}", "1.00x", ""])
     for name, config in best.items():
-        seconds, tokens = decode(work, config, decodes[name])
+        seconds, tokens = round_seconds(work, config, loops[name])
         speed = work.batch * tokens / seconds
         modelled = _modelled(work, config, shares[name], parts[name], roofline)
         table.row(
@@ -188,20 +210,3 @@ def parts_with(work: Workload, config: SpecConfig, parts: Parts, roofline: Roofl
     default = dataclasses.replace(config, sparse_ratio=SpecConfig().sparse_ratio)
     more = draft_keys(work, config) - draft_keys(work, default)
     return dataclasses.replace(parts, draft=parts.draft + more * roofline.row / roofline.bandwidth)
-
-
-def decode(work: Workload, config: SpecConfig, run: Any) -> tuple[float, float]:
-    """Seconds and a sequence's tokens of a round, while no sequence is done."""
-    state = work.begin_wide(config)
-    rounds = max(1, (work.new_tokens - 1) // (config.num_drafts + 1) - 2)
-    state = run(state, 2)
-    before = np.asarray(state.requests.emitted)
-    began = time.perf_counter()
-    state = run(state, rounds)
-    emitted = np.asarray(state.requests.emitted) - before
-    return (time.perf_counter() - began) / rounds, float(emitted.mean()) / rounds
-
-
-def row(table: Table, size: str, part: str, seconds: float, floor: float) -> None:
-    """A row of the table of parts."""
-    table.row([size, part, f"{seconds * 1e3:.3f}", f"{floor * 1e3:.3f}", f"{floor / seconds:.1%}"])

@@ -1,5 +1,6 @@
 import dataclasses
 import re
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,17 @@ import pytest
 
 from benchmarks import texts
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import acceptance, correctness, limits, parts, peers, prefill, speed, workload
+from benchmarks.gpu import (
+    acceptance,
+    compiling,
+    correctness,
+    limits,
+    parts,
+    peers,
+    prefill,
+    speed,
+    workload,
+)
 from benchmarks.widen import widen
 from tests import tiny
 from vegas_jax import SpecConfig, Transformer
@@ -57,7 +68,7 @@ def test_the_command(models, monkeypatch, capsys):
     assert text.index("{'rows': 1024") < text.index("prefill of") < text.index("plain step")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     rows = {row[1]: row for row in rows if len(row) > 1}
-    assert {"plain step", "vegas: draft step", "vegas: verify 3", "vegas: select"} < set(rows)
+    assert {"plain step", "vegas: draft step", "vegas: verify 7", "vegas: select"} < set(rows)
     assert float(rows["plain step"][2]) > 0
     assert rows["vegas"][2] == "30.0%"
     assert 1 <= int(rows["vegas"][3]) <= 3
@@ -180,6 +191,28 @@ def test_the_largest_context_fits_and_no_larger_one(models):
     limit = weights + limits.HEADROOM + 2 * 1500 * roofline.row
     assert limits.largest_context(models, 2, roofline, limit) == 1024
     assert limits.try_context(models, 2, 1024).startswith("fits: 8 tokens written")
+
+
+def test_compiles_from_shapes_alone(monkeypatch, capsys):
+    monkeypatch.setattr(compiling, "SMALL", dataclasses.replace(workload.SMALL, vocab_size=9000))
+    seen = []
+    monkeypatch.setattr(compiling, "compile_decode", lambda work, config: seen.append(work))
+    compiling.main(["2x512"])
+    assert float(capsys.readouterr().out) >= 0
+    assert seen[0].models.wide_params["head"].shape == (384, 9000)
+    assert (seen[0].batch, seen[0].rows) == (2, 512)
+
+
+def test_asks_twice_with_one_cache(monkeypatch):
+    folders = []
+
+    def run(command, env, **_):
+        folders.append(env["JAX_COMPILATION_CACHE_DIR"])
+        return subprocess.CompletedProcess(command, 0, stdout=f"{len(folders)}.5\n")
+
+    monkeypatch.setattr(compiling.subprocess, "run", run)
+    assert compiling.compile_seconds(2, 512) == (1.5, 2.5)
+    assert folders[0] == folders[1]
 
 
 def test_says_why_a_peer_did_not_run(monkeypatch):
