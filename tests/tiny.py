@@ -29,7 +29,7 @@ def params(config: ModelConfig = CONFIG, seed: int = 0, sharpness: float = 6.0):
     tokens = jnp.zeros((1, 1), jnp.int32)
     caches = init_cache(config, 1, 8, model.dtype).layers
     variables = model.init(
-        jax.random.key(seed), tokens, tokens, caches, tokens[0], lambda i, q, k, v: (q, None)
+        jax.random.key(seed), tokens, tokens, caches, tokens[0], lambda i, q, k, v, sinks: (q, None)
     )
     return jax.tree.map(lambda w: w * sharpness if w.ndim > 1 else w, variables["params"])
 

@@ -11,10 +11,11 @@ from vegas_jax import spec
 from vegas_jax.cache import KVCache, init_cache
 from vegas_jax.checkpoint import load
 from vegas_jax.completion import Completion, Delta, Kind, Stats
-from vegas_jax.config import ModelConfig, SamplingParams, SpecConfig
+from vegas_jax.config import SamplingParams, SpecConfig
 from vegas_jax.drafters import Selection
 from vegas_jax.errors import CheckpointError, InputError, NonFiniteLogitsError
 from vegas_jax.generator import Generator
+from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.forward import logits
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.sampling import Processors

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from vegas_jax.config import ModelConfig
+from vegas_jax.model.config import ModelConfig
 
 LayerCache = tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]]
 

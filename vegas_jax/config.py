@@ -1,6 +1,6 @@
-"""Frozen settings: what the model is, how it speculates, how it samples.
+"""Frozen settings: how a model speculates, how it samples.
 
-All three are hashable, so that they can be static arguments of a jitted function.
+Both are hashable, so that they can be static arguments of a jitted function.
 """
 
 import dataclasses
@@ -17,56 +17,6 @@ ScoreMode = Literal["weight", "logit"]
 ScoreRows = Literal["first+last", "all", "last", "last_accepted"]
 Acceptance = Literal["rejection", "coupled"]
 BLOCK_SIZES = (1, 8, 16, 32, 64)
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a Qwen3 dense transformer (model card: Qwen/Qwen3-8B `config.json`).
-
-    `head_dim` is independent of `hidden_size / num_heads`. `eos_token_ids` is the union of what
-    `config.json` and `generation_config.json` name.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e6
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 32768
-    eos_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "max_position_embeddings",
-        ):
-            check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        check(
-            self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads == 0,
-            "num_kv_heads",
-            self.num_kv_heads,
-            f"a divisor of num_heads ({self.num_heads})",
-        )
-        check(
-            self.head_dim >= 2 and self.head_dim % 2 == 0,
-            "head_dim",
-            self.head_dim,
-            "an even number, at least 2",
-        )
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one KV head (G = H / K)."""
-        return self.num_heads // self.num_kv_heads
 
 
 @dataclasses.dataclass(frozen=True)

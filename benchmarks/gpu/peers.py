@@ -46,7 +46,7 @@ def compile_cudnn(work: Workload) -> Any:
         def step(_: Any, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
             cache, token = carry
 
-            def attend(layer: int, q: Any, k: Any, v: Any) -> tuple[Any, None]:
+            def attend(layer: int, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, None]:
                 queries, lengths = q.swapaxes(1, 2), cache.lengths + 1
                 out, _ = flash_attention(
                     queries, k, v, model.config.head_dim**-0.5, lengths=lengths

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import KERNELS, lacks
-from vegas_jax.checkpoint.hf_config import read_config
+from vegas_jax.checkpoint.hf_config import read_config, read_fp8_block
 from vegas_jax.checkpoint.huggingface import Params, read_params, resolve
 from vegas_jax.errors import InputError, check
 from vegas_jax.model.transformer import Transformer
@@ -16,7 +16,11 @@ from vegas_jax.text.tokenizer import Tokenizer
 
 
 def load(
-    path_or_name: str | Path = "codelm-16m", dtype: Any = None, kernels: str = "auto"
+    path_or_name: str | Path = "codelm-16m",
+    dtype: Any = None,
+    kernels: str = "auto",
+    *,
+    dequantize: bool = False,
 ) -> tuple[Transformer, Params, Tokenizer | None]:
     """Loads a Hugging Face folder, or a checkpoint that is shipped with the package.
 
@@ -25,7 +29,8 @@ def load(
       dtype: float32, bfloat16 or float16, as a name or a JAX dtype. None takes what is fast on the
         default device: float32 on a CPU, bfloat16 on a TPU or GPU, float16 on a GPU that has no
         bfloat16.
-      kernels: implementation of the attention ops, see `pallas_kernels`.
+      kernels: implementation of the ops, see `pallas_kernels`.
+      dequantize: whether experts stored as MXFP4 become `dtype` in memory: four times the bytes.
 
     Returns:
       model, params, tokenizer; the tokenizer is None where the folder has no tokenizer.json.
@@ -40,9 +45,9 @@ def load(
         raise InputError(f"kernels is {kernels!r}, which needs {lacking}")
     dtype = default_dtype() if dtype is None else _dtype(dtype)
     folder = resolve(path_or_name)
-    config = read_config(folder)
+    config = read_config(folder, dequantize=dequantize)
     tokenizer = text_tokenizer.load(folder)
-    params = read_params(folder, config, dtype)
+    params = read_params(folder, config, dtype, read_fp8_block(folder))
     return Transformer(config, dtype, kernels), params, tokenizer
 
 

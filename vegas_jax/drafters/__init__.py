@@ -9,9 +9,10 @@ from typing import Any, Protocol
 from jaxtyping import Array, Int
 
 from vegas_jax.cache import KVCache
-from vegas_jax.config import ModelConfig, SpecConfig
+from vegas_jax.config import SpecConfig
 from vegas_jax.drafters import dense, streaming, vegas
 from vegas_jax.drafters.selection import Selection
+from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.transformer import Attend
 
 
@@ -40,7 +41,10 @@ class Drafter(Protocol):
         """
 
     def prepare(self, spec: SpecConfig, selection: Any, cache: KVCache, kernels: str) -> Any:
-        """What the draft steps of a round share: `attend` gets it at every step."""
+        """What the draft steps of a round share: `attend` gets it at every step.
+
+        `cache` holds the layers that attend to the whole context, and no others.
+        """
 
     def attend(
         self, spec: SpecConfig, prepared: Any, lengths: Int[Array, "B"], step: Array, kernels: str

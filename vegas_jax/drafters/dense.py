@@ -7,7 +7,8 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import verify_attention
 from vegas_jax.cache import KVCache
-from vegas_jax.config import ModelConfig, SpecConfig
+from vegas_jax.config import SpecConfig
+from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.transformer import Attend
 
 
@@ -32,8 +33,10 @@ def attend(
 ) -> Attend:
     """Full attention over the cache."""
 
-    def attend_layer(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        out, _, _ = verify_attention(q, k, v, lengths + step, kernels=kernels)
+    def attend_layer(
+        layer: int, q: Array, k: Array, v: Array, sinks: Array | None
+    ) -> tuple[Array, None]:
+        out, _, _ = verify_attention(q, k, v, lengths + step, sinks=sinks, kernels=kernels)
         return out, None
 
     return attend_layer

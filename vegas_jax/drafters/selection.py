@@ -17,8 +17,9 @@ class Selection(struct.PyTreeNode):
     """Blocks of cache rows per layer and sequence, and where the always-kept tail begins.
 
     Attributes:
-      blocks: [L, B, N], or [L, B, K, N] with one set per KV head: block indices (position //
-        block size), ascending; only the first `counts` mean anything.
+      blocks: [L, B, N], or [L, B, K, N] with one set per KV head, for the L layers that attend to
+        the whole context: block indices (position // block size), ascending; only the first
+        `counts` mean anything.
       counts: [B], blocks chosen (the same number in every layer and head).
       tail_start: [B], every position from here on is attended to: none of them could be ranked.
         All chosen blocks lie below, so no position is seen twice.

@@ -12,8 +12,9 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import gather_blocks, sparse_attention
 from vegas_jax.cache import KVCache
-from vegas_jax.config import ModelConfig, SpecConfig
+from vegas_jax.config import SpecConfig
 from vegas_jax.drafters.selection import key_budget
+from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.transformer import Attend
 
 SINKS = 16
@@ -72,7 +73,9 @@ def attend(
     """Attention over the first 16 positions and the most recent ones, the token's own included."""
     counts, tail_start = window(spec, lengths, step)
 
-    def attend_layer(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    def attend_layer(
+        layer: int, q: Array, k: Array, v: Array, sinks: Array | None
+    ) -> tuple[Array, None]:
         out, _ = sparse_attention(
             q,
             k,
@@ -83,6 +86,7 @@ def attend(
             block_size=1,
             tail_start=tail_start,
             max_tail=spec.num_speculative_tokens,
+            sinks=sinks,
             gathered=prepared.gathered[layer],
             kernels=kernels,
         )

@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import gather_blocks, pool_scores, select_top_k, sparse_attention
 from vegas_jax.cache import KVCache
-from vegas_jax.config import ModelConfig, SpecConfig
+from vegas_jax.config import SpecConfig
 from vegas_jax.drafters.selection import Selection, key_budget
+from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.transformer import Attend
 
 
@@ -33,7 +34,7 @@ def max_blocks(spec: SpecConfig, rows: int) -> int:
 def init(spec: SpecConfig, config: ModelConfig, batch: int, rows: int) -> Selection:
     """An empty selection."""
     heads = (config.num_kv_heads,) if spec.per_kv_head else ()
-    shape = (config.num_layers, batch, *heads, max_blocks(spec, rows))
+    shape = (len(config.full_layers), batch, *heads, max_blocks(spec, rows))
     return Selection(
         jnp.zeros(shape, jnp.int32), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)
     )
@@ -118,7 +119,9 @@ def attend(
     # After a round of gamma accepted drafts and gamma - 1 new ones, behind a block cut short.
     max_tail = 2 * spec.num_speculative_tokens + spec.sparse_block_size
 
-    def attend_layer(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+    def attend_layer(
+        layer: int, q: Array, k: Array, v: Array, sinks: Array | None
+    ) -> tuple[Array, None]:
         out, _ = sparse_attention(
             q,
             k,
@@ -129,6 +132,7 @@ def attend(
             block_size=spec.sparse_block_size,
             tail_start=selection.tail_start,
             max_tail=max_tail,
+            sinks=sinks,
             gathered=gathered[layer],
             kernels=kernels,
         )

@@ -23,18 +23,42 @@ def forward(
     starts: Int[Array, "b"],
     attend: Attend,
     slots: Int[Array, "b"] | None = None,
+    kernels: str | None = None,
 ) -> tuple[Float[Array, "b T E"], KVCache, tuple[Any, ...]]:
     """Runs T tokens a row at positions starts..starts+T-1 and writes their K/V into the cache.
 
     Row i belongs to sequence slots[i] of the cache (None: row i to sequence i). `cache.lengths` is
     left as it is: what becomes verified is the caller's decision.
+
+    `attend` is asked for the layers that see the whole context, by their index among these, and
+    theirs are the side outputs. Layers with a sliding window see it in prefill, draft and
+    verification alike, through `kernels` (None: the model's).
     """
-    if slots is None:
-        slots = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    config = model.config
+
+    def attend_layer(layer: int, q: Array, k: Array, v: Array, sinks: Any) -> tuple[Array, Any]:
+        window = config.window(layer)
+        if window is None:
+            return attend(config.full_layers.index(layer), q, k, v, sinks)
+        out, _, _ = verify_attention(
+            q,
+            k,
+            v,
+            starts,
+            slots=slots,
+            window=window,
+            sinks=sinks,
+            kernels=model.kernels if kernels is None else kernels,
+        )
+        return out, None
+
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32) if slots is None else slots
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    result: Any = model.apply({"params": params}, tokens, positions, cache.layers, slots, attend)
+    result: Any = model.apply(
+        {"params": params}, tokens, positions, cache.layers, rows, attend_layer
+    )
     hidden, layers, sides = result
-    return hidden, cache.replace(layers=layers), sides
+    return hidden, cache.replace(layers=layers), tuple(sides[i] for i in config.full_layers)
 
 
 def unembed(
@@ -59,13 +83,13 @@ def prefill_chunk(
     Padding beyond `counts` is written too, past the new length, where nothing sees it.
     """
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        out, _, _ = verify_attention(q, k, v, starts, slots=slots, kernels=kernels)
+    def attend(layer: int, q: Array, k: Array, v: Array, sinks: Any) -> tuple[Array, None]:
+        out, _, _ = verify_attention(q, k, v, starts, slots=slots, sinks=sinks, kernels=kernels)
         return out, None
 
     # The kernels for drafts and verification are not made for so many tokens at once.
     kernels = model.kernels if model.kernels in ("xla", "reference") else "auto"
-    hidden, cache, _ = forward(model, params, cache, tokens, starts, attend, slots)
+    hidden, cache, _ = forward(model, params, cache, tokens, starts, attend, slots, kernels)
     ends = starts + counts
     lengths = ends if slots is None else cache.lengths.at[slots].set(ends)
     return hidden, cache.replace(lengths=lengths)

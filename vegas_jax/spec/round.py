@@ -39,7 +39,10 @@ def draft(
         return requests.drafts, None, state.cache
     drafter = drafters.get(spec)
     by_rejection = uses_rejection(spec, processors)
-    prepared = drafter.prepare(spec, state.selection, state.cache, model.kernels)
+    full = tuple(state.cache.layers[i] for i in model.config.full_layers)
+    prepared = drafter.prepare(
+        spec, state.selection, state.cache.replace(layers=full), model.kernels
+    )
 
     def step(
         carry: tuple[KVCache, Array, Array | None], i: Array
@@ -90,7 +93,9 @@ def verify(
     starts = cache.lengths if slots is None else cache.lengths[slots]
     rows = drafters.get(spec).score_rows(spec)
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Array | None]:
+    def attend(
+        layer: int, q: Array, k: Array, v: Array, sinks: Array | None
+    ) -> tuple[Array, Array | None]:
         out, _, scores = verify_attention(
             q,
             k,
@@ -101,6 +106,7 @@ def verify(
             score_mode=spec.score_mode,
             per_kv_head=spec.per_kv_head,
             score_block=spec.score_block,
+            sinks=sinks,
             kernels=model.kernels,
         )
         return out, scores

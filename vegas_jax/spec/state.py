@@ -9,9 +9,10 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 
 from vegas_jax import drafters
 from vegas_jax.cache import KVCache, init_cache
-from vegas_jax.config import ModelConfig, SamplingParams, SpecConfig
+from vegas_jax.config import SamplingParams, SpecConfig
 from vegas_jax.drafters import Selection
 from vegas_jax.errors import check
+from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.forward import PREFILL_CHUNK
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.sampling import Processors, SamplingValues

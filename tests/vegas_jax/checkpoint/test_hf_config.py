@@ -3,8 +3,8 @@ import json
 import pytest
 
 from vegas_jax.checkpoint import read_config
-from vegas_jax.config import ModelConfig
 from vegas_jax.errors import CheckpointError
+from vegas_jax.model.config import ModelConfig
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -102,19 +102,28 @@ def test_eos_is_the_union_of_both_files(tmp_path, ours, generation, union):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "LlamaForCausalLM.*Qwen3"),
-        ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "Qwen3Moe.*Qwen3"),
+        ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "BloomForCausalLM.*Qwen3"),
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*qwen3.*Qwen3"),
         ({"architectures": None, "model_type": "gemma3"}, "gemma3.*Qwen3ForCausalLM"),
         ({"architectures": None, "model_type": None}, "Qwen3ForCausalLM"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope_scaling\.rope_type.*yarn"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling\.rope_type.*linear"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, r"rope_parameters\.rope_type.*llama3"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            r"rope_scaling: rope_type.*dyn",
+        ),
+        ({"rope_scaling": {"type": "longrope"}}, r"rope_scaling: type.*longrope"),
+        ({"rope_scaling": {"type": "linear"}}, r"rope_scaling lacks the key factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, r"rope_scaling: factor.*0\.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 1}}, "truncate"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8}},
+            "lacks the key low_freq_factor",
+        ),
         ({"rope_scaling": "yarn"}, "rope_scaling"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"use_sliding_window": True}, "use_sliding_window is true"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*fp8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
         ({"vocab_size": "40"}, "vocab_size"),
         ({"hidden_size": 24.0}, "hidden_size"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from vegas_jax.checkpoint import read_config, read_params, resolve
-from vegas_jax.config import ModelConfig
 from vegas_jax.errors import CheckpointError, InputError
+from vegas_jax.model.config import ModelConfig
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 EMBEDDING = "model.embed_tokens.weight"

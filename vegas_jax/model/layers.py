@@ -1,0 +1,32 @@
+"""What the parts of a transformer share: weights, products, norms."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+init_weight = nn.initializers.normal(0.02)
+
+
+def precision_of(dtype: jnp.dtype) -> jax.lax.Precision:
+    """float32 means float32: by default a GPU multiplies in TF32 and a TPU in bfloat16."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def linear(x: Float[Array, "b T i"], weight: Float[Array, "i o"]) -> Float[Array, "b T o"]:
+    """x @ weight in the compute dtype."""
+    return jnp.einsum("bti,io->bto", x, weight, precision=precision_of(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv 1910.07467), computed in float32 with float32 weights."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
+        """Normalises the last axis."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+        return (wide * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
