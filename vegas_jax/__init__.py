@@ -18,10 +18,12 @@ from vegas_jax.generator import Generator
 from vegas_jax.model.forward import logits
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.sampling import Processors
+from vegas_jax.text import ChatTemplate
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChatTemplate",
     "CheckpointError",
     "Completion",
     "Delta",
