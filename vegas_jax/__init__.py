@@ -19,10 +19,12 @@ from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.forward import logits
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.sampling import Processors
+from vegas_jax.text import ChatTemplate
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChatTemplate",
     "CheckpointError",
     "Completion",
     "Delta",

@@ -20,6 +20,7 @@ from vegas_jax.model.transformer import Transformer
 from vegas_jax.progress import Job, Progress
 from vegas_jax.sampling import Processors
 from vegas_jax.spec.state import DecodeState, init_state, new_requests
+from vegas_jax.text.channels import Channels
 from vegas_jax.text.tokenizer import Tokenizer
 
 ROUNDS_PER_CALL = 16  # between two looks at stop strings, the progress bar and Ctrl-C
@@ -37,6 +38,8 @@ class Generator:
       max_len: room for prompt and completion together, in tokens; by default 4096, or what the
         model can do. Memory grows with it, the time of a round does not.
       batch_size: sequences decoded at once, at most. Slots are refilled as sequences finish.
+      channels: for replies that have channels, as gpt-oss's do: `final` gives the text of the final
+        channel, `all` that of each under a heading line; None takes all tokens as text.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Generator:
         spec: SpecConfig | None = None,
         max_len: int | None = None,
         batch_size: int = 8,
+        channels: Channels | None = None,
     ) -> None:
         limit = model.config.max_position_embeddings
         max_len = min(4096, limit) if max_len is None else max_len
@@ -56,6 +60,7 @@ class Generator:
             check(valid, name, value, "an integer of at least 1")
         if max_len > limit:
             raise InputError(f"max_len is {max_len}, but the model knows positions up to {limit}")
+        check(channels in (None, "final", "all"), "channels", channels, "final, all or None")
         spec = SpecConfig() if spec is None else spec
         check(isinstance(spec, SpecConfig), "spec", spec, "a SpecConfig")
         _check_kernels(model, spec)
@@ -65,6 +70,7 @@ class Generator:
         self.spec = spec
         self.max_len = max_len
         self.batch_size = batch_size
+        self.channels = channels
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None
@@ -307,7 +313,13 @@ class Generator:
         if not sampling.ignore_eos:
             stops |= set(self.model.config.eos_token_ids)
         return Progress(
-            job, sampling, self.spec.num_drafts, self.tokenizer, frozenset(stops), prefill_s
+            job,
+            sampling,
+            self.spec.num_drafts,
+            self.tokenizer,
+            frozenset(stops),
+            prefill_s,
+            self.channels,
         )
 
     def _check_finite(self, state: DecodeState, running: dict[int, Progress]) -> None:

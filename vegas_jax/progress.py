@@ -5,7 +5,8 @@ from typing import Any
 
 from vegas_jax.completion import Completion, Kind, Stats
 from vegas_jax.config import SamplingParams
-from vegas_jax.text import Detokenizer, StopChecker, Tokenizer
+from vegas_jax.text import Channels, StopChecker, Tokenizer
+from vegas_jax.text.channels import make_detokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Progress:
         tokenizer: Tokenizer | None,
         stop_tokens: frozenset[int],
         prefill_s: float,
+        channels: Channels | None = None,
     ) -> None:
         self.job = job
         self.token_ids: list[int] = []
@@ -45,7 +47,7 @@ class Progress:
         self._text: list[str] = []
         self._sampling = sampling
         self._num_drafts = num_drafts
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._detokenizer = None if tokenizer is None else make_detokenizer(tokenizer, channels)
         self._stop_tokens = stop_tokens
         self._stop_strings = StopChecker(sampling.stop)
         self._stopped = False
@@ -94,6 +96,7 @@ class Progress:
         if self._detokenizer is not None:
             if not self._stopped:  # a stop token is no part of the text
                 self._show(self._detokenizer.add(token), kind)
+                self._show_heading(self._detokenizer.heading, kind)
             if self._stopped or len(self.token_ids) == self.job.limit:
                 if not self._stop_strings.stopped:
                     self._show(self._detokenizer.flush(), kind)
@@ -103,6 +106,12 @@ class Progress:
 
     def _show(self, piece: str, kind: Kind) -> None:
         self._append(self._stop_strings.add(piece), kind)
+
+    def _show_heading(self, heading: str, kind: Kind) -> None:
+        """Shows what is not the model's: no stop string is looked for in it, or across it."""
+        if heading and not self._stop_strings.stopped:
+            self._append(self._stop_strings.flush(), kind)
+            self._append(heading, kind)
 
     def _append(self, text: str, kind: Kind) -> None:
         if text:

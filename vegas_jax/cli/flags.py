@@ -5,6 +5,7 @@ The flags live in a `FlagValues` of their own, made afresh by each call: importi
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -13,6 +14,7 @@ from absl import flags
 
 from pallas_kernels.dispatch import KERNELS
 from vegas_jax.config import Acceptance, Method, SamplingParams, ScoreMode, ScoreRows, SpecConfig
+from vegas_jax.text import Channels
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -48,10 +50,26 @@ class _IntegerOrNoneParser(flags.ArgumentParser):
             raise ValueError("must be an integer or none") from None
 
 
+class _ObjectParser(flags.ArgumentParser):
+    """A JSON object, as a dict."""
+
+    syntactic_help = "a JSON object"
+
+    def parse(self, argument: Any) -> dict[str, Any]:
+        try:
+            value = json.loads(argument)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError('must be a JSON object such as {"enable_thinking": false}')
+        return value
+
+
 def define() -> flags.FlagValues:
     """All flags with their defaults, which are those of `SpecConfig` and `SamplingParams`."""
     values = flags.FlagValues()
     _define_input(values)
+    _define_chat(values)
     _define_speculation(values)
     _define_sampling(values)
     _define_running(values)
@@ -139,6 +157,35 @@ def _define_input(values: flags.FlagValues) -> None:
         None,
         "JSONL file that gets one record for each finished prompt. Rerunning the same command does"
         " only the prompts whose id it lacks. Without it the texts go to stdout.",
+        values,
+    )
+
+
+def _define_chat(values: flags.FlagValues) -> None:
+    flags.DEFINE_boolean(
+        "chat",
+        False,
+        "Put each prompt through the checkpoint's chat template, as what a user says. A JSONL line"
+        " may then have 'messages', a list of {role, content}, instead of its prompt.",
+        values,
+    )
+    flags.DEFINE_string("system", None, "System message that goes before each chat.", values)
+    flags.DEFINE_string(
+        "chat_template", None, "Jinja file to use instead of the checkpoint's template.", values
+    )
+    flags.DEFINE(
+        _ObjectParser(),
+        "chat_template_kwargs",
+        None,
+        'What else the template knows, as a JSON object: {"enable_thinking": false}.',
+        values,
+    )
+    flags.DEFINE_enum(
+        "channels",
+        "final",
+        list(get_args(Channels)),
+        "Which channels of a chat's reply to show, where the checkpoint writes channels (gpt-oss):"
+        " the final one, or each under its name. --stop looks only at what is shown.",
         values,
     )
 

@@ -17,7 +17,9 @@ from typing import Any
 from absl.flags import Error as FlagError
 from absl.flags import FlagValues
 
+from vegas_jax.cli import chat as chats
 from vegas_jax.cli import comparison, flags, records, running
+from vegas_jax.cli.chat import Chat
 from vegas_jax.cli.prompts import Prompt, read_prompts
 from vegas_jax.cli.terminal import Stderr, Stdout, say_error, silence_stdout
 from vegas_jax.completion import Completion
@@ -61,15 +63,19 @@ def show_help(values: FlagValues) -> int:
 def decode(values: FlagValues) -> int:
     """Does what the flags say; everything that can be checked is, before the checkpoint loads."""
     spec, sampling = flags.spec_config(values), flags.sampling_params(values)
+    chat = chats.of_flags(values)
     prompts = read_prompts(
         values.prompt,
         values.prompt_file,
         field=values.prompt_field,
         join_files=values.join_files,
+        chat=chat is not None,
     )
+    if chat is not None:
+        prompts = chat.prompts(prompts)
     _check_flags(values, spec, sampling, prompts)
     stderr = Stderr()
-    settings = _settings(values, prompts, spec, sampling)
+    settings = _settings(values, prompts, chat, spec, sampling)
     finished = _finished_before(values, settings)
     todo = [i for i, prompt in enumerate(prompts) if prompt.id not in finished]
     if finished:
@@ -81,7 +87,7 @@ def decode(values: FlagValues) -> int:
         sampling = dataclasses.replace(sampling, seed=seeds)
     new: dict[int, Completion] = {}
     try:
-        _decode(values, spec, sampling, [prompts[i] for i in todo], settings, new, stderr)
+        _decode(values, spec, sampling, [prompts[i] for i in todo], chat, settings, new, stderr)
     except KeyboardInterrupt:
         stderr.note(_interrupted(values, len(finished) + len(new), len(prompts)))
         return 130
@@ -93,12 +99,13 @@ def _decode(
     spec: SpecConfig,
     sampling: SamplingParams,
     prompts: Sequence[Prompt],
+    chat: Chat | None,
     settings: Mapping[str, Mapping[str, Any]],
     finished: dict[int, Completion],
     stderr: Stderr,
 ) -> None:
     """Loads the checkpoint and runs; `finished` gets each completion once it is safe."""
-    engine, requests = _load(values, sampling, prompts, stderr)
+    engine, requests = _load(values, sampling, prompts, chat, stderr)
     output, trace = values.output, values.trace
     folder = Path(trace) if trace else None
     stdout = Stdout()
@@ -109,6 +116,11 @@ def _decode(
             record = records.make_record(name, completion, settings[name])
             records.append(Path(output), record)
         finished[index] = completion
+        if chat is not None and chat.hides(engine.tokenizer, completion):
+            stderr.note(
+                f"{requests[index].id}: the reply has nothing in its final channel;"
+                " --channels=all shows the others"
+            )
 
     if values.stream:
         try:
@@ -158,12 +170,18 @@ def _check_flags(
 
 
 def _settings(
-    values: FlagValues, prompts: Sequence[Prompt], spec: SpecConfig, sampling: SamplingParams
+    values: FlagValues,
+    prompts: Sequence[Prompt],
+    chat: Chat | None,
+    spec: SpecConfig,
+    sampling: SamplingParams,
 ) -> dict[str, dict[str, Any]]:
     """What decides each prompt's record, for telling on a resumed run whether it is the same."""
     names = ("checkpoint", "dtype", "max_prompt_tokens")
     shared = {name: getattr(values, name) for name in names}
     shared |= dataclasses.asdict(spec) | dataclasses.asdict(sampling)
+    if chat is not None:
+        shared |= chat.settings()
     if sampling.max_new_tokens is None:  # else max_len decides nothing
         shared["max_len"] = values.max_len
     seeds = sampling.seed if isinstance(sampling.seed, tuple) else (sampling.seed,) * len(prompts)
@@ -184,7 +202,11 @@ def _finished_before(
 
 
 def _load(
-    values: FlagValues, sampling: SamplingParams, prompts: Sequence[Prompt], stderr: Stderr
+    values: FlagValues,
+    sampling: SamplingParams,
+    prompts: Sequence[Prompt],
+    chat: Chat | None,
+    stderr: Stderr,
 ) -> tuple[running.Engine, list[running.Request]]:
     """The checkpoint, and the prompts as token ids cut to --max_prompt_tokens."""
     start = time.perf_counter()
@@ -192,12 +214,14 @@ def _load(
     name = values.checkpoint
     loaded = running.load(name, dtype, values.kernels)
     stderr.note(f"loaded {name} in {time.perf_counter() - start:.1f} s")
-    requests = running.encode(loaded, prompts, values.max_prompt_tokens, stderr)
+    requests = running.encode(loaded, prompts, chat, values.max_prompt_tokens, stderr)
     longest = max(len(request.token_ids) for request in requests)
     max_len = values.max_len or longest + (sampling.max_new_tokens or 0)
     running.check_lengths(requests, sampling.max_new_tokens, max_len)
     batch_size = min(values.batch_size, len(requests))
-    return dataclasses.replace(loaded, max_len=max_len, batch_size=batch_size), requests
+    channels = chat.channels if chat is not None else None
+    sizes = {"max_len": max_len, "batch_size": batch_size}
+    return dataclasses.replace(loaded, channels=channels, **sizes), requests
 
 
 def _interrupted(values: FlagValues, done: int, prompts: int) -> str:

@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from vegas_jax.errors import InputError
+from vegas_jax.text import check_messages
 
 JOINED_ID = "joined-files"
+_MESSAGES = "messages"
 _BOM = b"\xef\xbb\xbf"
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt with the id that its record carries; `content` is a text or token ids."""
+    """A prompt with the id that its record carries.
+
+    `content` is a text, a tuple of token ids, or a list of a chat's messages.
+    """
 
     id: str
-    content: str | tuple[int, ...]
+    content: str | tuple[int, ...] | list[dict[str, Any]]
 
     @property
     def digest(self) -> str:
@@ -34,6 +39,7 @@ def read_prompts(
     *,
     field: str = "text",
     join_files: bool = False,
+    chat: bool = False,
 ) -> list[Prompt]:
     """All prompts, in order: `texts` (prompt-0, prompt-1, ...), then what the patterns match.
 
@@ -43,6 +49,7 @@ def read_prompts(
       field: where a JSONL line has its prompt.
       join_files: all text files become one prompt, each under a line `# file: <path>` (the shipped
         checkpoint saw its training files under such lines).
+      chat: a JSONL line may have `messages` instead of the field.
 
     Raises:
       InputError: nothing given, nothing matched, a file that cannot be read or is malformed, an
@@ -57,13 +64,13 @@ def read_prompts(
     if join_files:
         prompts.append(_joined(paths))
     else:
-        prompts.extend(prompt for path in paths for prompt in _read_file(path, field))
+        prompts.extend(prompt for path in paths for prompt in _read_file(path, field, chat))
     _check_prompts(prompts, patterns)
     return prompts
 
 
 def _checked_text(index: int, text: str) -> Prompt:
-    if _has_surrogates(text):  # how Python spells argument bytes that are not UTF-8
+    if has_surrogates(text):  # how Python spells argument bytes that are not UTF-8
         raise InputError(f"prompt 'prompt-{index}' is not valid UTF-8")
     return Prompt(f"prompt-{index}", text)
 
@@ -90,7 +97,7 @@ def _matches(pattern: str) -> list[str]:
     return found
 
 
-def _read_file(path: str, field: str) -> Iterator[Prompt]:
+def _read_file(path: str, field: str, chat: bool) -> Iterator[Prompt]:
     text = _read_text(path)
     if not path.endswith(".jsonl"):
         yield Prompt(_name(path), text)
@@ -98,10 +105,10 @@ def _read_file(path: str, field: str) -> Iterator[Prompt]:
     # Only "\n" ends a line of JSONL: a string may hold U+2028 and its like as they are.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield _parse_line(line, f"{_name(path)}:{number}", field)
+            yield _parse_line(line, f"{_name(path)}:{number}", field, chat)
 
 
-def _parse_line(line: str, place: str, field: str) -> Prompt:
+def _parse_line(line: str, place: str, field: str, chat: bool) -> Prompt:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -109,8 +116,14 @@ def _parse_line(line: str, place: str, field: str) -> Prompt:
         raise InputError(f"{place} is not valid JSON: {reason}") from None
     if not isinstance(record, dict):
         raise InputError(f"{place} is not a JSON object")
+    if chat and _MESSAGES in record:
+        if field != _MESSAGES and field in record:
+            raise InputError(f"{place} has both {_MESSAGES!r} and {field!r}: leave one out")
+        return Prompt(_record_id(record, place), _messages(record[_MESSAGES], place))
     if field not in record:
-        raise InputError(f"{place} has no field {field!r} (--prompt_field names the field to use)")
+        names, reads = "--prompt_field names the field to use", "--chat reads its messages"
+        hint = reads if _MESSAGES in record else names
+        raise InputError(f"{place} has no field {field!r} ({hint})")
     return Prompt(_record_id(record, place), _content(record[field], place, field))
 
 
@@ -120,19 +133,29 @@ def _record_id(record: dict[str, Any], place: str) -> str:
     value = record["id"]
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise InputError(f"{place} has the id {value!r}, but it must be a string or an integer")
-    if _has_surrogates(str(value)):
+    if has_surrogates(str(value)):
         raise InputError(f"{place} has half a surrogate pair in its id")
     return str(value)
 
 
 def _content(value: Any, place: str, field: str) -> str | tuple[int, ...]:
     if isinstance(value, str):
-        if _has_surrogates(value):
+        if has_surrogates(value):
             raise InputError(f"{place} has half a surrogate pair in its field {field!r}")
         return value
     if isinstance(value, list) and all(type(token) is int and token >= 0 for token in value):
         return tuple(value)
     raise InputError(f"the field {field!r} of {place} must be a string or a list of token ids")
+
+
+def _messages(value: Any, place: str) -> list[dict[str, Any]]:
+    try:
+        check_messages(value)
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
+    if has_surrogates(json.dumps(value, ensure_ascii=False)):
+        raise InputError(f"{place} has half a surrogate pair in its messages")
+    return list(value)
 
 
 def _joined(paths: Sequence[str]) -> Prompt:
@@ -179,5 +202,6 @@ def _name(path: str) -> str:
     return os.fsencode(path).decode("utf-8", "replace")
 
 
-def _has_surrogates(text: str) -> bool:
+def has_surrogates(text: str) -> bool:
+    """Whether the text has halves of surrogate pairs, which are no characters."""
     return any("\ud800" <= character <= "\udfff" for character in text)

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 
 import vegas_jax
+from vegas_jax.cli.chat import Chat
 from vegas_jax.cli.prompts import Prompt
 from vegas_jax.cli.summary import Totals, total
 from vegas_jax.cli.terminal import Bar, Stderr, Stdout
 from vegas_jax.completion import Completion, Delta
 from vegas_jax.config import SamplingParams, SpecConfig
 from vegas_jax.errors import InputError
+from vegas_jax.text import Channels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Engine:
     tokenizer: Any
     max_len: int = 1
     batch_size: int = 1
+    channels: Channels | None = None
 
     def generator(self, spec: SpecConfig) -> Any:
         """A `Generator` for this way of drafting."""
@@ -37,6 +40,7 @@ class Engine:
             spec=spec,
             max_len=self.max_len,
             batch_size=self.batch_size,
+            channels=self.channels,
         )
 
 
@@ -54,7 +58,11 @@ def load(checkpoint: str, dtype: str | None, kernels: str) -> Engine:
 
 
 def encode(
-    engine: Engine, prompts: Sequence[Prompt], max_prompt_tokens: int | None, stderr: Stderr
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    chat: Chat | None,
+    max_prompt_tokens: int | None,
+    stderr: Stderr,
 ) -> list[Request]:
     """The prompts as token ids, of which the last `max_prompt_tokens` are kept; InputError names
     the prompt that cannot be encoded."""
@@ -64,7 +72,10 @@ def encode(
     cut = 0
     for prompt in prompts:
         try:
-            token_ids = generator.encode(prompt.content)
+            content = prompt.content
+            token_ids = generator.encode(
+                content if chat is None else chat.encode(engine.tokenizer, content)
+            )
         except InputError as error:
             raise InputError(f"prompt {prompt.id!r}: {error}") from None
         if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:

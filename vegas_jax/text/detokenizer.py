@@ -17,7 +17,12 @@ class Detokenizer:
 
     The pieces that `add` and the final `flush` return, joined, are what `tokenizer.decode` gives
     for all tokens.
+
+    Attributes:
+      heading: text of no token, to be shown after what `add` returned; subclasses set it.
     """
+
+    heading = ""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

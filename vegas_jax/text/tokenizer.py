@@ -28,6 +28,13 @@ class Tokenizer:
         """Number of tokens, added ones included; the model's vocabulary may be larger."""
         return self._tokenizer.get_vocab_size()
 
+    @property
+    def prefix(self) -> list[int]:
+        """What the post-processor puts before every text, such as a BOS; mostly nothing."""
+        encoding = self._tokenizer.encode("a")
+        added = [sequence is None for sequence in encoding.sequence_ids]
+        return encoding.ids[: added.index(False)] if False in added else []
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The text's tokens, never truncated or padded; possibly none.
 
@@ -51,6 +58,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text that the tokens spell, without special tokens; U+FFFD for broken UTF-8."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token that is written so; None if there is none."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self._special else None
 
     def is_silent(self, token_id: int) -> bool:
         """Whether `decode` leaves the token out: it is special, or not in the vocabulary."""

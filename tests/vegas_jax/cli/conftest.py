@@ -27,6 +27,7 @@ class FakeEngine:
     reverse: bool = False  # finish the last prompt first
     answer: str = "".join(chr(ord("a") + i) for i in range(26))
     plain_answer: str | None = None
+    channels: str | None = None  # what the last generator was to show
 
     def complete(self, ids, sampling, index, spec) -> Completion:
         seed = sampling.seed[index] if isinstance(sampling.seed, tuple) else sampling.seed
@@ -65,9 +66,10 @@ def engine(monkeypatch):
     fake = FakeEngine()
 
     class Generator:
-        def __init__(self, model, params, tokenizer, *, spec, max_len, batch_size):
+        def __init__(self, model, params, tokenizer, *, spec, max_len, batch_size, channels):
             self.tokenizer, self.spec, self.max_len = tokenizer, spec, max_len
             fake.generators.append((spec, max_len, batch_size))
+            fake.channels = channels
 
         def warmup(self, sampling):
             fake.warmups.append(sampling)
