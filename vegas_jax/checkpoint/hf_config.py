@@ -104,7 +104,7 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     layers = range(fields.integer("num_hidden_layers"))
     moe = _moe(
         fields,
-        num_experts=fields.integer("num_experts", 128),
+        num_experts=_num_experts(fields),
         num_experts_per_tok=fields.integer("num_experts_per_tok", 8),
         intermediate_size=fields.integer("moe_intermediate_size", 768),
         norm_topk_prob=fields.boolean("norm_topk_prob", False),
@@ -175,7 +175,7 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     bias = fields.boolean("attention_bias", True)
     moe = _moe(
         fields,
-        num_experts=fields.integer("num_local_experts", 128),
+        num_experts=_num_experts(fields),
         num_experts_per_tok=fields.integer("num_experts_per_tok", 4),
         intermediate_size=fields.integer("intermediate_size"),
         norm_topk_prob=True,
@@ -245,6 +245,12 @@ def _moe(fields: Fields, **settings: Any) -> MoEConfig:
         return MoEConfig(**settings)
     except InputError as error:
         raise CheckpointError(f"{fields.path}: {error}") from error
+
+
+def _num_experts(fields: Fields) -> int:
+    """transformers 5 writes for all architectures what 4 wrote for gpt-oss alone."""
+    local = "num_local_experts" in fields.values
+    return fields.integer("num_local_experts" if local else "num_experts", 128)
 
 
 def _head_dim(fields: Fields) -> int:
