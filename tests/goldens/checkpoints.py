@@ -224,7 +224,7 @@ CHECKPOINTS = {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 16,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": False,
             "eos_token_id": 7,
         },
         layout="fused",

@@ -22,8 +22,7 @@ def quantize_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """uint8 blocks [..., G, 16] and scales [..., G] of a float32 weight [..., 32 G]."""
     groups = weight.reshape(*weight.shape[:-1], -1, MXFP4_BLOCK)
     largest = np.maximum(np.abs(groups).max(-1), 2.0**-100)
-    # The largest value lies in [4, 8) of its scale's units: E2M1 has 4 and 6, and 6 for what is
-    # above.
+    # In units of its scale the largest value lies in [4, 8), where E2M1 has 4 and 6.
     exponents = np.floor(np.log2(largest)) - 2
     scaled = groups / np.exp2(exponents)[..., None]
     codes = np.abs(np.abs(scaled)[..., None] - E2M1).argmin(-1).astype(np.uint8)
