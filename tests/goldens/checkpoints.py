@@ -358,9 +358,9 @@ CHECKPOINTS = {
     # config.json names a window, as those on the hub do, that use_sliding_window leaves out.
     "qwen2": Checkpoint(
         "Qwen2",
-        seed=12,
+        seed=42,
         settings={
-            "hidden_size": 48,
+            "hidden_size": 64,
             "intermediate_size": 80,
             "num_hidden_layers": 3,
             "num_attention_heads": 4,
@@ -370,7 +370,7 @@ CHECKPOINTS = {
             "eos_token_id": 7,
         },
         dtype=torch.bfloat16,
-        shard_size="100KB",
+        shard_size="150KB",
         config_4={"sliding_window": 64, "max_window_layers": 1},
     ),
     # num_heads * head_dim != hidden_size, one KV head.
