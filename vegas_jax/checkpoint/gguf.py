@@ -17,8 +17,6 @@ import tokenizers
 from vegas_jax.checkpoint import gguf_config, gguf_tokenizer
 from vegas_jax.errors import CheckpointError
 
-SUFFIX = ".gguf"
-
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -87,6 +85,11 @@ class Tensor:
     dtype: str
     _data: np.ndarray
     _interleaved_heads: int = 0
+
+    @property
+    def is_float(self) -> bool:
+        """Whatever is stored is widened."""
+        return True
 
     def read(self) -> np.ndarray:
         """The values in `shape`: float16 where float16 is stored, else float32."""

@@ -22,34 +22,37 @@ Params = dict[str, Any]
 
 ASSETS = Path(__file__).parents[1] / "assets"
 SHIPPED = ("codelm-16m",)
+GGUF_SUFFIX = ".gguf"
 
 _PARAM_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def resolve(path_or_name: str | Path) -> Path:
-    """The folder of a checkpoint: an existing folder, or the name of one that is shipped.
+    """Where a checkpoint lies: an existing folder or GGUF file, or the name of a shipped one.
 
     A folder goes before a shipped checkpoint of the same name.
 
     Raises:
-      CheckpointError: it is neither, or the folder lacks config.json or *.safetensors.
+      CheckpointError: it is none of these, or the folder lacks config.json or *.safetensors.
     """
-    folder = Path(path_or_name)
-    if not folder.exists() and str(path_or_name) in SHIPPED:
-        folder = ASSETS / str(path_or_name)
-    if not folder.exists():
+    path = Path(path_or_name)
+    if not path.exists() and str(path_or_name) in SHIPPED:
+        path = ASSETS / str(path_or_name)
+    if not path.exists():
         problem = "does not exist"
-    elif not folder.is_dir():
+    elif path.is_file() and path.suffix == GGUF_SUFFIX:
+        return path
+    elif not path.is_dir():
         problem = "is not a folder"
-    elif not (folder / CONFIG_FILE).is_file():
+    elif not (path / CONFIG_FILE).is_file():
         problem = f"has no {CONFIG_FILE}"
-    elif not any(folder.glob("*.safetensors")):
+    elif not any(path.glob("*.safetensors")):
         problem = "has no *.safetensors"
     else:
-        return folder
+        return path
     raise CheckpointError(
         f"checkpoint {str(path_or_name)!r} {problem}, but must be a folder with {CONFIG_FILE} and "
-        f"*.safetensors, or a shipped name: {', '.join(SHIPPED)}"
+        f"*.safetensors, a *{GGUF_SUFFIX} file, or a shipped name: {', '.join(SHIPPED)}"
     )
 
 
@@ -115,7 +118,7 @@ def _check_tensors(tensors: dict[str, Tensor], config: ModelConfig, source: Path
         f"not of dtype {', '.join(FLOATS)}": [
             f"{tensor.name} {tensor.dtype}"
             for name, tensor, _ in found
-            if name not in packed and tensor.dtype not in FLOATS
+            if name not in packed and not tensor.is_float
         ],
         "not of dtype U8": [
             f"{tensor.name} {tensor.dtype}"
