@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import KERNELS, lacks
 from vegas_jax.checkpoint.hf_config import read_config, read_fp8_block
-from vegas_jax.checkpoint.huggingface import Params, read_params, resolve
+from vegas_jax.checkpoint.huggingface import Params, is_orbax, read_params, resolve
 from vegas_jax.errors import InputError, check
+from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.text import tokenizer as text_tokenizer
 from vegas_jax.text.tokenizer import Tokenizer
@@ -22,10 +23,11 @@ def load(
     *,
     dequantize: bool = False,
 ) -> tuple[Transformer, Params, Tokenizer | None]:
-    """Loads a Hugging Face folder, or a checkpoint that is shipped with the package.
+    """Loads a Hugging Face or Orbax folder, or a checkpoint that is shipped with the package.
 
     Args:
-      path_or_name: a folder with config.json and *.safetensors, or `codelm-16m`.
+      path_or_name: a folder with config.json and *.safetensors, or one that
+        `python -m vegas_jax.convert` wrote, or `codelm-16m`.
       dtype: float32, bfloat16 or float16, as a name or a JAX dtype. None takes what is fast on the
         default device: float32 on a CPU, bfloat16 on a TPU or GPU, float16 on a GPU that has no
         bfloat16.
@@ -47,8 +49,16 @@ def load(
     folder = resolve(path_or_name)
     config = read_config(folder, dequantize=dequantize)
     tokenizer = text_tokenizer.load(folder)
-    params = read_params(folder, config, dtype, read_fp8_block(folder))
+    params = _params(folder, config, dtype)
     return Transformer(config, dtype, kernels), params, tokenizer
+
+
+def _params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
+    if not is_orbax(folder):
+        return read_params(folder, config, dtype, read_fp8_block(folder))
+    from vegas_jax.checkpoint import orbax  # slow to import
+
+    return orbax.restore_params(folder, config, dtype)
 
 
 def default_dtype() -> Any:
