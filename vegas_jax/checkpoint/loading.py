@@ -14,11 +14,13 @@ from vegas_jax.checkpoint.huggingface import (
     GGUF_SUFFIX,
     Params,
     build_params,
+    is_orbax,
     read_params,
     resolve,
 )
 from vegas_jax.checkpoint.json_fields import Fields
 from vegas_jax.errors import InputError, check
+from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.text import tokenizer as text_tokenizer
 from vegas_jax.text.chat import ChatTemplate, read_template
@@ -32,10 +34,11 @@ def load(
     *,
     dequantize: bool = False,
 ) -> tuple[Transformer, Params, Tokenizer | None]:
-    """Loads a Hugging Face folder, a GGUF file, or the checkpoint that the package ships.
+    """Loads a Hugging Face or Orbax folder, a GGUF file, or the checkpoint that is shipped.
 
     Args:
-      path_or_name: a folder with config.json and *.safetensors, a *.gguf file, or `codelm-16m`.
+      path_or_name: a folder with config.json and *.safetensors, or one that
+        `python -m vegas_jax.convert` wrote; a *.gguf file; or `codelm-16m`.
       dtype: float32, bfloat16 or float16, as a name or a JAX dtype. None takes what is fast on the
         default device: float32 on a CPU, bfloat16 on a TPU or GPU, float16 on a GPU that has no
         bfloat16.
@@ -63,7 +66,7 @@ def load(
         return Transformer(config, dtype, kernels), params, found
     config = read_config(folder, dequantize=dequantize)
     tokenizer = text_tokenizer.load(folder)
-    params = read_params(folder, config, dtype, read_fp8_block(folder))
+    params = _params(folder, config, dtype)
     return Transformer(config, dtype, kernels), params, tokenizer
 
 
@@ -83,6 +86,14 @@ def load_chat_template(
     source = found.chat_template if file is None else read_template(Path(file))
     special = {name: text for name, text in tokens.items() if text is not None}
     return None if source is None else ChatTemplate(source, special)
+
+
+def _params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
+    if not is_orbax(folder):
+        return read_params(folder, config, dtype, read_fp8_block(folder))
+    from vegas_jax.checkpoint import orbax  # slow to import
+
+    return orbax.restore_params(folder, config, dtype)
 
 
 # Reading the vocabulary takes seconds, and a chat needs it twice.

@@ -122,7 +122,10 @@ def unescape(text: str) -> str:
 
 def _define_input(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
-        "checkpoint", "codelm-16m", "Hugging Face folder, GGUF file, or the shipped name.", values
+        "checkpoint",
+        "codelm-16m",
+        "Hugging Face or Orbax folder, GGUF file, or the shipped name.",
+        values,
     )
     flags.DEFINE_multi_string(
         "prompt", [], "Prompt, taken as it is. Repeat it for prompt-0, prompt-1, ...", values
