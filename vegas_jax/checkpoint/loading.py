@@ -5,12 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from pallas_kernels.dispatch import KERNELS, lacks
 from vegas_jax.checkpoint.hf_config import read_config, read_fp8_block
 from vegas_jax.checkpoint.huggingface import Params, read_params, resolve
 from vegas_jax.errors import InputError, check
 from vegas_jax.model.transformer import Transformer
+from vegas_jax.sharding import placer
 from vegas_jax.text import tokenizer as text_tokenizer
 from vegas_jax.text.tokenizer import Tokenizer
 
@@ -21,6 +23,7 @@ def load(
     kernels: str = "auto",
     *,
     dequantize: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[Transformer, Params, Tokenizer | None]:
     """Loads a Hugging Face folder, or a checkpoint that is shipped with the package.
 
@@ -31,13 +34,15 @@ def load(
         bfloat16.
       kernels: implementation of the ops, see `pallas_kernels`.
       dequantize: whether experts stored as MXFP4 become `dtype` in memory: four times the bytes.
+      mesh: devices to share the work, see docs/sharding.md: `vegas_jax.sharding.parse_mesh`, or one
+        with an axis `data`, an axis `model` or both. Each device gets only its part of a parameter.
 
     Returns:
       model, params, tokenizer; the tokenizer is None where the folder has no tokenizer.json.
 
     Raises:
       CheckpointError: the folder is missing, incomplete or of an unknown kind.
-      InputError: an unknown dtype or kernels.
+      InputError: an unknown dtype or kernels, or a mesh that the model cannot be split over.
     """
     check(kernels in KERNELS, "kernels", kernels, f"one of {', '.join(KERNELS)}")
     lacking = lacks(kernels)
@@ -47,8 +52,10 @@ def load(
     folder = resolve(path_or_name)
     config = read_config(folder, dequantize=dequantize)
     tokenizer = text_tokenizer.load(folder)
-    params = read_params(folder, config, dtype, read_fp8_block(folder))
-    return Transformer(config, dtype, kernels), params, tokenizer
+    model = Transformer(config, dtype, kernels, mesh)
+    place = None if mesh is None else placer(model)
+    params = read_params(folder, config, dtype, read_fp8_block(folder), place)
+    return model, params, tokenizer
 
 
 def default_dtype() -> Any:

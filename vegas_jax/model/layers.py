@@ -13,9 +13,9 @@ def precision_of(dtype: jnp.dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-def linear(x: Float[Array, "b T i"], weight: Float[Array, "i o"]) -> Float[Array, "b T o"]:
-    """x @ weight in the compute dtype."""
-    return jnp.einsum("bti,io->bto", x, weight, precision=precision_of(x.dtype))
+def linear(x: Float[Array, "b T i"], weight: Float[Array, "i *o"]) -> Float[Array, "b T *o"]:
+    """x @ weight in the compute dtype; on a mesh the columns may have several axes."""
+    return jnp.einsum("bti,i...->bt...", x, weight, precision=precision_of(x.dtype))
 
 
 class RMSNorm(nn.Module):
