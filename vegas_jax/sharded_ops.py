@@ -174,18 +174,18 @@ def select_top_k(
 
 
 def sum_over_experts(
-    mix: Any, mesh: Mesh, x: Float[Array, "b T E"], weights: dict[str, Array]
+    mix: Any, mesh: Mesh, count: int, x: Float[Array, "b T E"], weights: dict[str, Array]
 ) -> Float[Array, "b T E"]:
-    """The sum over the model axis of mix(x, weights, first), float32, in x's dtype.
+    """The sum over the model axis of mix(x, weights, (first, number)), float32, in x's dtype.
 
-    `weights` are a mixture's parameters by name: of the router all, of the experts a device's own,
-    of which the first is number `first`.
+    `weights` are the parameters by name of a mixture of `count` experts. A device gets the whole
+    router, and its own experts: so many from `first` on.
     """
 
     def local(x: Array, weights: dict[str, Array]) -> Array:
-        own = weights["down_blocks"] if "down_blocks" in weights else weights["down"]
-        first = lax.axis_index(MODEL) * own.shape[0]
-        return lax.psum(mix(x, weights, first), MODEL).astype(x.dtype)
+        number = count // mesh.shape[MODEL]
+        share = (lax.axis_index(MODEL) * number, number)
+        return lax.psum(mix(x, weights, share), MODEL).astype(x.dtype)
 
     rows = P(rows_axis(mesh, x.shape[0]))
     split = {name: P() if name.startswith("router") else P(MODEL) for name in weights}

@@ -137,6 +137,13 @@ def constrain_rows(x: Shaped[Array, "b ..."], mesh: Mesh | None) -> Array:
     return x if mesh is None else constrain(x, mesh, rows_axis(mesh, x.shape[0]))
 
 
+def constrain_vocabulary(x: Shaped[Array, "b T V"], mesh: Mesh | None) -> Array:
+    """Rows over the data axis, and the vocabulary over the model axis if that divides it."""
+    if mesh is None or x.shape[-1] % mesh.shape[MODEL]:
+        return x
+    return constrain(x, mesh, rows_axis(mesh, x.shape[0]), None, MODEL)
+
+
 def constrain_cache(cache: "KVCache", mesh: Mesh | None) -> "KVCache":
     """Sequences over the data axis, KV heads over the model axis."""
     if mesh is None:

@@ -45,7 +45,7 @@ class Experts(nn.Module):
         kernels = "reference" if self.kernels == "reference" else "auto"
         mix = functools.partial(mixture, c, kernels)
         if self.mesh is not None:
-            return sum_over_experts(mix, self.mesh, x, weights)
+            return sum_over_experts(mix, self.mesh, c.num_experts, x, weights)
         return mix(x, weights).astype(x.dtype)
 
     def _matrices(self, name: str, inputs: int, outputs: int) -> dict[str, Array]:
@@ -72,12 +72,12 @@ def mixture(
     kernels: str,
     x: Float[Array, "b T E"],
     weights: Mapping[str, Array],
-    first: Int[Array, ""] | None = None,
+    share: tuple[Int[Array, ""], int] | None = None,
 ) -> Float[Array, "b T E"]:
     """Sum over each token's experts of weight * expert(x), float32.
 
-    `weights` are the parameters of `Experts`. With `first`, those of experts are of a share of them
-    that begins with that one, and the sum is over the chosen experts among these.
+    `weights` are the parameters of `Experts`. A share is the number of its first expert and how many
+    it has: `weights` has their matrices alone, and the sum is over the chosen ones among them.
     """
     hidden = x.shape[-1]
     logits = jnp.einsum(
@@ -94,8 +94,8 @@ def mixture(
     rows = x.reshape(-1, hidden)
     # Pair i*k + j is token i with its j-th expert.
     expert, count = experts.reshape(-1), config.num_experts
-    if first is not None:
-        count = matrices_of(weights, "down")[0].shape[0]
+    if share is not None:
+        first, count = share
         own = (expert >= first) & (expert < first + count)
         expert = jnp.where(own, expert - first, count)  # the pairs of others go last
     order = jnp.argsort(expert, stable=True)
@@ -111,7 +111,7 @@ def mixture(
 
     inner = multiply(rows[order // config.num_experts_per_tok], "gate_up")
     outer = multiply(activate(config, inner), "down")
-    if first is not None:
+    if share is not None:
         outer = jnp.where((expert < count)[:, None], outer, jnp.zeros((), outer.dtype))
     # Back to the tokens by the inverse permutation: a sum whose order is always the same.
     pairs = outer[jnp.argsort(order)].reshape(-1, config.num_experts_per_tok, hidden)

@@ -10,7 +10,7 @@ from vegas_jax.cache import KVCache, init_cache
 from vegas_jax.errors import check
 from vegas_jax.model.transformer import Attend, Transformer
 from vegas_jax.sharded_ops import verify_attention
-from vegas_jax.sharding import constrain_cache, constrain_rows
+from vegas_jax.sharding import constrain_cache, constrain_rows, constrain_vocabulary
 
 Params = dict[str, Any]
 PREFILL_CHUNK = 512  # tokens of one prefill step; also what cache rows are rounded up to
@@ -67,8 +67,8 @@ def unembed(
 ) -> Float[Array, "b T V"]:
     """Logits of hidden states, float32."""
     result: Any = model.apply({"params": params}, hidden, method="unembed")
-    # Each device has logits of its part of the vocabulary; drawing a token needs them all.
-    return constrain_rows(result, model.mesh)
+    # Each device computes those of its part of the vocabulary; drawing a token needs them all.
+    return constrain_rows(constrain_vocabulary(result, model.mesh), model.mesh)
 
 
 def prefill_chunk(
