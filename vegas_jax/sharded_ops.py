@@ -77,7 +77,9 @@ def verify_attention(
     With slots every device has all rows: it attends to those of its own sequences, and the results
     are summed over the data axis.
     """
-    attend = functools.partial(pallas_kernels.verify_attention, per_kv_head=per_kv_head, **settings)
+    attend: Any = functools.partial(
+        pallas_kernels.verify_attention, per_kv_head=per_kv_head, **settings
+    )
     if mesh is None:
         return attend(q, k, v, lengths, slots=slots, sinks=sinks)
 
@@ -123,7 +125,7 @@ def sparse_attention(
     **settings: Any,
 ) -> tuple[Array, Array]:
     """`pallas_kernels.sparse_attention`."""
-    attend = functools.partial(pallas_kernels.sparse_attention, **settings)
+    attend: Any = functools.partial(pallas_kernels.sparse_attention, **settings)
     if mesh is None:
         lists = {"tail_start": tail_start, "sinks": sinks, "gathered": gathered}
         return attend(q, k, v, blocks, counts, lengths, **lists)
@@ -148,7 +150,7 @@ def gather_blocks(
     **settings: Any,
 ) -> Any:
     """`pallas_kernels.gather_blocks`."""
-    gather = functools.partial(pallas_kernels.gather_blocks, **settings)
+    gather: Any = functools.partial(pallas_kernels.gather_blocks, **settings)
     if mesh is None:
         return gather(k, v, blocks, counts)
     cached = P(DATA, MODEL)
@@ -165,7 +167,7 @@ def select_top_k(
     **settings: Any,
 ) -> tuple[Array, Array]:
     """`pallas_kernels.select_top_k`; with one set a layer every device of a model axis finds it."""
-    select = functools.partial(pallas_kernels.select_top_k, **settings)
+    select: Any = functools.partial(pallas_kernels.select_top_k, **settings)
     if mesh is None:
         return select(scores, k)
     rows = rows_axis(mesh, scores.shape[1])

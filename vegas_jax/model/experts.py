@@ -76,8 +76,8 @@ def mixture(
 ) -> Float[Array, "b T E"]:
     """Sum over each token's experts of weight * expert(x), float32.
 
-    `weights` are the parameters of `Experts`. A share is the number of its first expert and how many
-    it has: `weights` has their matrices alone, and the sum is over the chosen ones among them.
+    `weights` are the parameters of `Experts`. A share is the number of its first expert and how
+    many it has: `weights` has their matrices alone, and the sum is over the chosen among them.
     """
     hidden = x.shape[-1]
     logits = jnp.einsum(
