@@ -24,14 +24,16 @@ MODEL = Transformer(CONFIG)
 
 @functools.cache
 def params(config: ModelConfig = CONFIG, seed: int = 0, sharpness: float = 6.0):
-    """Random weights; `sharpness` scales the matrices up from their initial 0.02."""
+    """Random weights; `sharpness` scales the matrices up from their initial 0.02, but no bytes."""
     model = Transformer(config)
     tokens = jnp.zeros((1, 1), jnp.int32)
     caches = init_cache(config, 1, 8, model.dtype).layers
     variables = model.init(
         jax.random.key(seed), tokens, tokens, caches, tokens[0], lambda i, q, k, v, sinks: (q, None)
     )
-    return jax.tree.map(lambda w: w * sharpness if w.ndim > 1 else w, variables["params"])
+    return jax.tree.map(
+        lambda w: w * sharpness if w.ndim > 1 and w.dtype == model.dtype else w, variables["params"]
+    )
 
 
 def prompts(lengths, vocab_size: int = CONFIG.vocab_size, seed: int = 0) -> list[list[int]]:

@@ -2,9 +2,11 @@
 
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from vegas_jax.model.config import ModelConfig
+from vegas_jax.sharding import check_batch, constrain_cache
 
 LayerCache = tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]]
 
@@ -30,13 +32,20 @@ class KVCache(struct.PyTreeNode):
         return self.layers[0][0].shape[2]
 
 
-def init_cache(config: ModelConfig, batch: int, rows: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache for `batch` sequences of up to `rows` tokens."""
+def init_cache(
+    config: ModelConfig, batch: int, rows: int, dtype: jnp.dtype, mesh: Mesh | None = None
+) -> KVCache:
+    """An empty cache for `batch` sequences of up to `rows` tokens.
+
+    Raises:
+      InputError: the mesh's data axis does not divide `batch`.
+    """
+    check_batch(batch, mesh)
     shape = (batch, config.num_kv_heads, rows, config.head_dim)
     layers = tuple(
         (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)
     )
-    return KVCache(layers, jnp.zeros(batch, jnp.int32))
+    return constrain_cache(KVCache(layers, jnp.zeros(batch, jnp.int32)), mesh)
 
 
 def write(

@@ -5,30 +5,46 @@ lengths nor sampling values recompile. The state (or cache) is donated: it is up
 the one handed in is gone afterwards.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from vegas_jax.cache import KVCache
 from vegas_jax.model.forward import PREFILL_CHUNK, Params, prefill_chunk
 from vegas_jax.model.transformer import Transformer
+from vegas_jax.sharding import constrain_state
 from vegas_jax.spec.loop import begin, decode
-from vegas_jax.spec.state import DecodeState
+from vegas_jax.spec.state import DecodeState, Requests, init_state
 
 _STATIC = ("model", "spec", "processors")
 
 
-def _finish(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+def _finish(state: DecodeState, slot: Int[Array, ""], mesh: Mesh | None = None) -> DecodeState:
     done = state.requests.done.at[slot].set(True)
-    return state.replace(requests=state.requests.replace(done=done))
+    return constrain_state(state.replace(requests=state.requests.replace(done=done)), mesh)
 
 
 prefill_chunk_jit = jax.jit(prefill_chunk, static_argnames="model", donate_argnames="cache")
 begin_jit = jax.jit(begin, static_argnames=_STATIC, donate_argnames="state")
 decode_jit = jax.jit(decode, static_argnames=_STATIC, donate_argnames="state")
-finish_jit = jax.jit(_finish, donate_argnames="state")
+finish_jit = jax.jit(_finish, static_argnames="mesh", donate_argnames="state")
+# On a mesh, where no device should hold a whole empty cache first.
+init_jit = jax.jit(init_state, static_argnames=("model", "spec", "sampling", "batch", "max_len"))
+
+
+@functools.cache
+def _replicate(mesh: Mesh) -> Callable[[Requests], Requests]:
+    return jax.jit(lambda requests: requests, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def on_host(requests: Requests, mesh: Mesh | None) -> Requests:
+    """The requests as numpy arrays, in every process."""
+    host: Requests = jax.device_get(requests if mesh is None else _replicate(mesh)(requests))
+    return host
 
 
 def prefill_slot(

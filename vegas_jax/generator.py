@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from pallas_kernels import sparse_attention, verify_attention
 from vegas_jax import drafters
-from vegas_jax.compiled import begin_jit, decode_jit, finish_jit, prefill_slot
+from vegas_jax.compiled import begin_jit, decode_jit, finish_jit, init_jit, on_host, prefill_slot
 from vegas_jax.completion import Completion, Delta
 from vegas_jax.config import SamplingParams, SpecConfig
 from vegas_jax.errors import InputError, NonFiniteLogitsError, check
@@ -19,7 +19,8 @@ from vegas_jax.model.forward import Params
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.progress import Job, Progress
 from vegas_jax.sampling import Processors
-from vegas_jax.spec.state import DecodeState, init_state, new_requests
+from vegas_jax.sharding import MODEL, is_placed, whole_batch
+from vegas_jax.spec.state import DecodeState, Requests, init_state, new_requests
 from vegas_jax.text.channels import Channels
 from vegas_jax.text.tokenizer import Tokenizer
 
@@ -37,7 +38,8 @@ class Generator:
       spec: how to draft; the default is what gives most tokens per second.
       max_len: room for prompt and completion together, in tokens; by default 4096, or what the
         model can do. Memory grows with it, the time of a round does not.
-      batch_size: sequences decoded at once, at most. Slots are refilled as sequences finish.
+      batch_size: sequences decoded at once, at most. Slots are refilled as sequences finish. On a
+        mesh there is a multiple of its data axis of them, at least one for each of its devices.
       channels: for replies that have channels, as gpt-oss's do: `final` gives the text of the final
         channel, `all` that of each under a heading line; None takes all tokens as text.
     """
@@ -64,6 +66,11 @@ class Generator:
         spec = SpecConfig() if spec is None else spec
         check(isinstance(spec, SpecConfig), "spec", spec, "a SpecConfig")
         _check_kernels(model, spec)
+        if not is_placed(model, params):
+            raise InputError(
+                "params are not on the model's mesh: put them there with vegas_jax.sharding."
+                "shard_params(model, params), or load them with vegas_jax.load(..., mesh=mesh)"
+            )
         self.model = model
         self.params = params
         self.tokenizer = tokenizer
@@ -122,7 +129,7 @@ class Generator:
         job = Job(0, (0, 0), limit=0, seed=0)
         state = self._admit(state, job, 0, sampling)
         state = self._advance(state, sampling, max_rounds=0)
-        jax.block_until_ready(finish_jit(state, np.int32(0)))
+        jax.block_until_ready(finish_jit(state, np.int32(0), self.model.mesh))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; InputError where there is none or an id is not the model's."""
@@ -212,13 +219,13 @@ class Generator:
             state = self._advance(state, sampling, ROUNDS_PER_CALL, stop_on_any_done=bool(waiting))
             jax.block_until_ready(state.requests.emitted)
             seconds = time.perf_counter() - began
-            self._check_finite(state, running)
-            host = jax.device_get(state.requests)
+            host = on_host(state.requests, self.model.mesh)
+            self._check_finite(host, running)
             for slot, progress in list(running.items()):
                 report(progress.update(host, slot, seconds))
                 if progress.finished:
                     if not host.done[slot]:
-                        state = finish_jit(state, np.int32(slot))
+                        state = finish_jit(state, np.int32(slot), self.model.mesh)
                     del running[slot]
                     yield progress.job.index, progress.completion()
 
@@ -227,7 +234,7 @@ class Generator:
             completion = self._progress(job, sampling).completion()
             yield Delta("", (), (), (), 0, completion)
             return
-        state = self._empty_state(1, sampling)
+        state = self._empty_state(self._num_slots(1), sampling)
         began = time.perf_counter()
         state = self._admit(state, job, 0, sampling)
         jax.block_until_ready(state.requests.emitted)
@@ -239,8 +246,8 @@ class Generator:
                 state = self._advance(state, sampling, max_rounds=1)
                 jax.block_until_ready(state.requests.emitted)
                 seconds = time.perf_counter() - began
-            self._check_finite(state, {0: progress})
-            host = jax.device_get(state.requests)
+            host = on_host(state.requests, self.model.mesh)
+            self._check_finite(host, {0: progress})
             before = len(progress.token_ids)
             progress.update(host, 0, seconds)
             yield Delta(
@@ -255,10 +262,12 @@ class Generator:
 
     def _num_slots(self, num_prompts: int) -> int:
         """The next power of two, so that different numbers of prompts share few compilations."""
-        return min(self.batch_size, 1 << max(num_prompts - 1, 0).bit_length())
+        slots = min(self.batch_size, 1 << max(num_prompts - 1, 0).bit_length())
+        return slots if self.model.mesh is None else whole_batch(slots, self.model.mesh)
 
     def _empty_state(self, num_slots: int, sampling: SamplingParams) -> DecodeState:
-        return init_state(self.model, self.spec, sampling, batch=num_slots, max_len=self.max_len)
+        init = init_state if self.model.mesh is None else init_jit
+        return init(self.model, self.spec, sampling, batch=num_slots, max_len=self.max_len)
 
     def _admit(
         self, state: DecodeState, job: Job, slot: int, sampling: SamplingParams
@@ -322,8 +331,8 @@ class Generator:
             self.channels,
         )
 
-    def _check_finite(self, state: DecodeState, running: dict[int, Progress]) -> None:
-        positions = np.asarray(state.requests.bad_position)
+    def _check_finite(self, host: Requests, running: dict[int, Progress]) -> None:
+        positions = host.bad_position
         for slot, progress in running.items():
             if positions[slot] >= 0:
                 raise NonFiniteLogitsError(
@@ -364,8 +373,9 @@ def _check_kernels(model: Transformer, spec: SpecConfig) -> None:
             kernels=model.kernels,
         )
 
-    heads, head_dim = config.num_heads, config.head_dim
-    cache = array((1, config.num_kv_heads, rows, head_dim), model.dtype)
+    shares = 1 if model.mesh is None else model.mesh.shape[MODEL]
+    heads, head_dim = config.num_heads // shares, config.head_dim
+    cache = array((1, config.num_kv_heads // shares, rows, head_dim), model.dtype)
     number, blocks = array((1,), jnp.int32), array((1, 1), jnp.int32)
     queries = [array((1, tokens, heads, head_dim), model.dtype) for tokens in (gamma + 1, 1)]
     try:

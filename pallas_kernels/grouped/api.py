@@ -24,7 +24,8 @@ def grouped_matmul(
     """Multiplies rows that are sorted by group with the matrix of their group.
 
     The first sizes[0] rows belong to matrix 0, the next sizes[1] to matrix 1, and so on. Matrices
-    of groups without rows are not read. Assumed but unchecked: `sizes` add up to M.
+    of groups without rows are not read. Rows beyond all groups get a product that means nothing.
+    Assumed but unchecked: `sizes` add up to M at most.
 
     Args:
       x: the rows.

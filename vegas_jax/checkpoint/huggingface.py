@@ -5,7 +5,7 @@ host never has a second copy of the model.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from vegas_jax.errors import CheckpointError, check
 from vegas_jax.model.config import ModelConfig
 
 Params = dict[str, Any]
+Place = Callable[[str, np.ndarray], jax.Array]
 
 ASSETS = Path(__file__).parents[1] / "assets"
 SHIPPED = ("codelm-16m",)
@@ -66,9 +67,13 @@ def is_orbax(folder: Path) -> bool:
 
 
 def read_params(
-    folder: Path, config: ModelConfig, dtype: Any, fp8_block: Shape | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: Any,
+    fp8_block: Shape | None = None,
+    place: Place | None = None,
 ) -> Params:
-    """Reads the weights in `folder` as the model's parameters, on the default device.
+    """Reads the weights in `folder` as the model's parameters.
 
     Matrices and biases are in `dtype`, norm scales and sinks in float32;
     `vegas_jax.checkpoint.layout` has the tree. A tied checkpoint may also store lm_head.weight if
@@ -79,6 +84,8 @@ def read_params(
       config: what `read_config` gave.
       dtype: bfloat16, float16 or float32.
       fp8_block: what `read_fp8_block` gave.
+      place: puts a parameter, given its path, where it belongs (`vegas_jax.sharding.placer`); by
+        default on the default device.
 
     Raises:
       CheckpointError: unreadable or missing files; tensors that are missing, unexpected, of another
@@ -88,16 +95,21 @@ def read_params(
     folder = Path(folder)
     with contextlib.ExitStack() as files:
         tensors = open_tensors(folder, files, fp8_block)
-        return build_params(tensors, config, dtype, folder)
+        return build_params(tensors, config, dtype, folder, place)
 
 
 def build_params(
-    tensors: dict[str, Tensor], config: ModelConfig, dtype: Any, source: Path
+    tensors: dict[str, Tensor],
+    config: ModelConfig,
+    dtype: Any,
+    source: Path,
+    place: Place | None = None,
 ) -> Params:
     """The parameters that a checkpoint's tensors make up; `source` names it in errors."""
     params: Params = {}
     for path, value in read_leaves(tensors, config, jnp.dtype(dtype), source):
-        insert(params, path, jax.device_put(value))
+        leaf = jax.device_put(value) if place is None else place(path, value)
+        insert(params, path, leaf)
     return params
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
+from jax.sharding import Mesh
 
 from pallas_kernels.dispatch import KERNELS, lacks
 from vegas_jax.checkpoint.gguf import GGUF, open_gguf
@@ -13,7 +15,9 @@ from vegas_jax.checkpoint.hf_config import config_of, read_config, read_fp8_bloc
 from vegas_jax.checkpoint.huggingface import (
     GGUF_SUFFIX,
     Params,
+    Place,
     build_params,
+    insert,
     is_orbax,
     read_params,
     resolve,
@@ -22,6 +26,7 @@ from vegas_jax.checkpoint.json_fields import Fields
 from vegas_jax.errors import InputError, check
 from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.transformer import Transformer
+from vegas_jax.sharding import placer
 from vegas_jax.text import tokenizer as text_tokenizer
 from vegas_jax.text.chat import ChatTemplate, read_template
 from vegas_jax.text.tokenizer import Tokenizer
@@ -33,6 +38,7 @@ def load(
     kernels: str = "auto",
     *,
     dequantize: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[Transformer, Params, Tokenizer | None]:
     """Loads a Hugging Face or Orbax folder, a GGUF file, or the checkpoint that is shipped.
 
@@ -44,13 +50,15 @@ def load(
         bfloat16.
       kernels: implementation of the ops, see `pallas_kernels`.
       dequantize: whether experts stored as MXFP4 become `dtype` in memory: four times the bytes.
+      mesh: devices to share the work, see docs/sharding.md: `vegas_jax.sharding.parse_mesh`, or one
+        with an axis `data`, an axis `model` or both. Each device gets only its part of a parameter.
 
     Returns:
       model, params, tokenizer; the tokenizer is None where the checkpoint has none.
 
     Raises:
       CheckpointError: the checkpoint is missing, incomplete or of an unknown kind.
-      InputError: an unknown dtype or kernels.
+      InputError: an unknown dtype or kernels, or a mesh that the model cannot be split over.
     """
     check(kernels in KERNELS, "kernels", kernels, f"one of {', '.join(KERNELS)}")
     lacking = lacks(kernels)
@@ -61,13 +69,17 @@ def load(
     if folder.suffix == GGUF_SUFFIX:
         file = _open_gguf(folder, folder.stat().st_mtime)
         config = config_of(Fields(file.config, folder))
-        params = build_params(dict(file.tensors), config, dtype, folder)
+        model = Transformer(config, dtype, kernels, mesh)
+        place = None if mesh is None else placer(model)
+        params = build_params(dict(file.tensors), config, dtype, folder, place)
         found = None if file.tokenizer is None else Tokenizer(file.tokenizer)
-        return Transformer(config, dtype, kernels), params, found
+        return model, params, found
     config = read_config(folder, dequantize=dequantize)
     tokenizer = text_tokenizer.load(folder)
-    params = _params(folder, config, dtype)
-    return Transformer(config, dtype, kernels), params, tokenizer
+    model = Transformer(config, dtype, kernels, mesh)
+    place = None if mesh is None else placer(model)
+    params = _params(folder, config, dtype, place)
+    return model, params, tokenizer
 
 
 def load_chat_template(
@@ -88,12 +100,18 @@ def load_chat_template(
     return None if source is None else ChatTemplate(source, special)
 
 
-def _params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
+def _params(folder: Path, config: ModelConfig, dtype: Any, place: Place | None) -> Params:
     if not is_orbax(folder):
-        return read_params(folder, config, dtype, read_fp8_block(folder))
+        return read_params(folder, config, dtype, read_fp8_block(folder), place)
     from vegas_jax.checkpoint import orbax  # slow to import
 
-    return orbax.restore_params(folder, config, dtype)
+    params = orbax.restore_params(folder, config, dtype)
+    if place is None:
+        return params
+    placed: Params = {}
+    for path, leaf in traverse_util.flatten_dict(params, sep="/").items():
+        insert(placed, path, place(path, leaf))
+    return placed
 
 
 # Reading the vocabulary takes seconds, and a chat needs it twice.

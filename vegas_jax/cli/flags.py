@@ -291,6 +291,20 @@ def _define_running(values: flags.FlagValues) -> None:
         values,
     )
     flags.DEFINE_enum("kernels", "auto", list(KERNELS), "Which implementations to run.", values)
+    flags.DEFINE_string(
+        "mesh",
+        None,
+        "Devices to share the work, such as data:2,model:4: sequences are split over the data axis,"
+        " heads and experts over the model axis.",
+        values,
+    )
+    flags.DEFINE_boolean(
+        "distributed",
+        False,
+        "Run this same command on every host (or process) of a cluster: --mesh is over the devices"
+        " of all. The first one prints and writes files.",
+        values,
+    )
     flags.DEFINE_boolean(
         "stream", False, "Print the text round by round, prompt by prompt, in colour.", values
     )

@@ -18,7 +18,7 @@ from absl.flags import Error as FlagError
 from absl.flags import FlagValues
 
 from vegas_jax.cli import chat as chats
-from vegas_jax.cli import comparison, flags, records, running
+from vegas_jax.cli import comparison, flags, hosts, records, running
 from vegas_jax.cli.chat import Chat
 from vegas_jax.cli.prompts import Prompt, read_prompts
 from vegas_jax.cli.terminal import Stderr, Stdout, say_error, silence_stdout
@@ -63,6 +63,7 @@ def show_help(values: FlagValues) -> int:
 def decode(values: FlagValues) -> int:
     """Does what the flags say; everything that can be checked is, before the checkpoint loads."""
     spec, sampling = flags.spec_config(values), flags.sampling_params(values)
+    hosts.join(values)
     chat = chats.of_flags(values)
     prompts = read_prompts(
         values.prompt,
@@ -74,7 +75,7 @@ def decode(values: FlagValues) -> int:
     if chat is not None:
         prompts = chat.prompts(prompts)
     _check_flags(values, spec, sampling, prompts)
-    stderr = Stderr()
+    stderr = Stderr(quiet=not hosts.leads(values))
     settings = _settings(values, prompts, chat, spec, sampling)
     finished = _finished_before(values, settings)
     todo = [i for i, prompt in enumerate(prompts) if prompt.id not in finished]
@@ -106,9 +107,10 @@ def _decode(
 ) -> None:
     """Loads the checkpoint and runs; `finished` gets each completion once it is safe."""
     engine, requests = _load(values, sampling, prompts, chat, stderr)
-    output, trace = values.output, values.trace
+    leads = hosts.leads(values)
+    output, trace = (values.output, values.trace) if leads else (None, None)
     folder = Path(trace) if trace else None
-    stdout = Stdout()
+    stdout = Stdout(quiet=not leads)
 
     def keep(index: int, completion: Completion) -> None:
         if output:
@@ -148,7 +150,7 @@ def _check_flags(
     values: FlagValues, spec: SpecConfig, sampling: SamplingParams, prompts: Sequence[Prompt]
 ) -> None:
     """Refuses what makes no sense together, and empty values, as an unset shell variable leaves."""
-    for name in ("checkpoint", "output", "prompt_field", "trace"):
+    for name in ("checkpoint", "mesh", "output", "prompt_field", "trace"):
         if getattr(values, name) == "":
             raise InputError(f"--{name} is empty: give it a value or leave it out")
     if values.compare_plain and spec.method == "plain":
@@ -159,7 +161,7 @@ def _check_flags(
         raise InputError("--max_new_tokens=none needs --max_len")
     if isinstance(sampling.seed, tuple) and len(sampling.seed) != len(prompts):
         raise InputError(f"--seed has {len(sampling.seed)} seeds for {len(prompts)} prompts")
-    if values.trace:
+    if values.trace and hosts.leads(values):
         folder = Path(values.trace)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -197,8 +199,12 @@ def _finished_before(
     if not values.output:
         return frozenset()
     path = Path(values.output)
-    records.prepare(path)
-    return records.resume(path, settings)
+
+    def find() -> frozenset[str]:
+        records.prepare(path)
+        return records.resume(path, settings)
+
+    return hosts.agree(values, list(settings), find)
 
 
 def _load(
@@ -212,7 +218,8 @@ def _load(
     start = time.perf_counter()
     dtype = None if values.dtype == "auto" else values.dtype
     name = values.checkpoint
-    loaded = running.load(name, dtype, values.kernels, values.dequantize)
+    options = {"dequantize": values.dequantize, "mesh": values.mesh}
+    loaded = running.load(name, dtype, values.kernels, **options)
     stderr.note(f"loaded {name} in {time.perf_counter() - start:.1f} s")
     requests = running.encode(loaded, prompts, chat, values.max_prompt_tokens, stderr)
     longest = max(len(request.token_ids) for request in requests)

@@ -17,6 +17,7 @@ from vegas_jax.cli.terminal import Bar, Stderr, Stdout
 from vegas_jax.completion import Completion, Delta
 from vegas_jax.config import SamplingParams, SpecConfig
 from vegas_jax.errors import InputError
+from vegas_jax.sharding import parse_mesh
 from vegas_jax.text import Channels
 
 
@@ -52,9 +53,16 @@ class Request:
     token_ids: tuple[int, ...]
 
 
-def load(checkpoint: str, dtype: str | None, kernels: str, dequantize: bool) -> Engine:
+def load(
+    checkpoint: str, dtype: str | None, kernels: str, dequantize: bool, mesh: str | None = None
+) -> Engine:
     """Loads a checkpoint; CheckpointError says what is wrong with it."""
-    return Engine(*vegas_jax.load(checkpoint, dtype=dtype, kernels=kernels, dequantize=dequantize))
+    devices = None if mesh is None else parse_mesh(mesh)
+    return Engine(
+        *vegas_jax.load(
+            checkpoint, dtype=dtype, kernels=kernels, dequantize=dequantize, mesh=devices
+        )
+    )
 
 
 def encode(

@@ -60,16 +60,20 @@ def say_error(message: str) -> None:
 
 
 class Stdout:
-    """Writes model text: coloured and made harmless on a terminal, as it is into a pipe."""
+    """Writes model text: coloured and made harmless on a terminal, as it is into a pipe.
 
-    def __init__(self) -> None:
+    Nothing at all if `quiet`.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
         self.is_terminal = sys.stdout.isatty()
         self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
         self._at_line_start = True
 
     def write(self, text: str, kind: Kind = Kind.FIRST) -> None:
         """Writes a piece of text at once; the kind decides its style."""
-        if not text:
+        if not text or self._quiet:
             return
         if self.is_terminal:
             # Segments go out as they are: no wrapping, no tab stops counted from the piece's start.
@@ -87,14 +91,15 @@ class Stdout:
 
 
 class Stderr:
-    """Notes, the progress bar and the closing table."""
+    """Notes, the progress bar and the closing table; nothing at all if `quiet`."""
 
-    def __init__(self) -> None:
-        is_terminal = sys.stderr.isatty()
+    def __init__(self, quiet: bool = False) -> None:
+        is_terminal = sys.stderr.isatty() and not quiet
         self._console = Console(
             file=sys.stderr,
             force_terminal=None if is_terminal else False,
             width=None if is_terminal else _WIDTH_OF_A_FILE,
+            quiet=quiet,
             highlight=False,
             markup=False,
             emoji=False,

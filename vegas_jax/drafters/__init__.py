@@ -6,6 +6,7 @@ draft step sees and when that choice is made.
 
 from typing import Any, Protocol
 
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from vegas_jax.cache import KVCache
@@ -17,7 +18,7 @@ from vegas_jax.model.transformer import Attend
 
 
 class Drafter(Protocol):
-    """What a drafter module provides."""
+    """What a drafter module provides. `kernels` and `mesh` are the model's."""
 
     def score_rows(self, spec: SpecConfig) -> str | None:
         """Which verified rows' key scores the verification must yield; None for no scores."""
@@ -34,20 +35,29 @@ class Drafter(Protocol):
         lengths: Int[Array, "b"],
         accepted: Int[Array, "b"],
         kernels: str,
+        mesh: Mesh | None,
     ) -> Selection | None:
         """Chooses keys for the next round from each layer's scores.
 
         `lengths` are the verified rows before the verification that gave the scores.
         """
 
-    def prepare(self, spec: SpecConfig, selection: Any, cache: KVCache, kernels: str) -> Any:
+    def prepare(
+        self, spec: SpecConfig, selection: Any, cache: KVCache, kernels: str, mesh: Mesh | None
+    ) -> Any:
         """What the draft steps of a round share: `attend` gets it at every step.
 
         `cache` holds the layers that attend to the whole context, and no others.
         """
 
     def attend(
-        self, spec: SpecConfig, prepared: Any, lengths: Int[Array, "B"], step: Array, kernels: str
+        self,
+        spec: SpecConfig,
+        prepared: Any,
+        lengths: Int[Array, "B"],
+        step: Array,
+        kernels: str,
+        mesh: Mesh | None,
     ) -> Attend:
         """Attention of draft step `step`, 0 .. gamma-1, whose token stands at lengths + step."""
 

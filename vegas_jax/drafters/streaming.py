@@ -8,14 +8,15 @@ max(ceil(ratio * length), min_tokens) keys, sinks included.
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from pallas_kernels import gather_blocks, sparse_attention
 from vegas_jax.cache import KVCache
 from vegas_jax.config import SpecConfig
 from vegas_jax.drafters.selection import key_budget
 from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.transformer import Attend
+from vegas_jax.sharded_ops import gather_blocks, sparse_attention
 
 SINKS = 16
 
@@ -28,7 +29,14 @@ def init(spec: SpecConfig, config: ModelConfig, batch: int, rows: int) -> None:
     """Nothing is handed on."""
 
 
-def select(spec: SpecConfig, scores: tuple, lengths: Array, accepted: Array, kernels: str) -> None:
+def select(
+    spec: SpecConfig,
+    scores: tuple,
+    lengths: Array,
+    accepted: Array,
+    kernels: str,
+    mesh: Mesh | None,
+) -> None:
     """Nothing is chosen: the window follows from the length."""
 
 
@@ -42,14 +50,16 @@ class Prepared(NamedTuple):
     gathered: tuple[Any, ...]
 
 
-def prepare(spec: SpecConfig, selection: None, cache: KVCache, kernels: str) -> Prepared:
+def prepare(
+    spec: SpecConfig, selection: None, cache: KVCache, kernels: str, mesh: Mesh | None
+) -> Prepared:
     """Gathers sinks and window once for all draft steps."""
     entry = jnp.arange(spec.max_selected(cache.rows), dtype=jnp.int32)[None, :]
     newest = cache.lengths[:, None] - 1
     positions = jnp.where(entry < SINKS, entry, newest - (entry - SINKS))
     counts, _ = window(spec, cache.lengths, jnp.int32(0))
     gathered = tuple(
-        gather_blocks(k, v, positions, counts, block_size=1, kernels=kernels)
+        gather_blocks(k, v, positions, counts, block_size=1, kernels=kernels, mesh=mesh)
         for k, v in cache.layers
     )
     return Prepared(positions, gathered)
@@ -68,7 +78,12 @@ def window(
 
 
 def attend(
-    spec: SpecConfig, prepared: Prepared, lengths: Int[Array, "B"], step: Array, kernels: str
+    spec: SpecConfig,
+    prepared: Prepared,
+    lengths: Int[Array, "B"],
+    step: Array,
+    kernels: str,
+    mesh: Mesh | None,
 ) -> Attend:
     """Attention over the first 16 positions and the most recent ones, the token's own included."""
     counts, tail_start = window(spec, lengths, step)
@@ -89,6 +104,7 @@ def attend(
             sinks=sinks,
             gathered=prepared.gathered[layer],
             kernels=kernels,
+            mesh=mesh,
         )
         return out, None
 

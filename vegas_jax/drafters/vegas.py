@@ -11,14 +11,16 @@ positions is stale three drafts later (docs/selection.md has the figures).
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import gather_blocks, pool_scores, select_top_k, sparse_attention
+from pallas_kernels import pool_scores
 from vegas_jax.cache import KVCache
 from vegas_jax.config import SpecConfig
 from vegas_jax.drafters.selection import Selection, key_budget
 from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.transformer import Attend
+from vegas_jax.sharded_ops import gather_blocks, select_top_k, sparse_attention
 
 
 def score_rows(spec: SpecConfig) -> str:
@@ -46,6 +48,7 @@ def select(
     lengths: Int[Array, "b"],
     accepted: Int[Array, "b"],
     kernels: str,
+    mesh: Mesh | None,
 ) -> Selection:
     """Ranks the positions [0, lengths + 1), whole blocks only, and keeps the best per layer.
 
@@ -69,6 +72,7 @@ def select(
         max_k=max_blocks(spec, scores[0].shape[-1] * scored),
         # The attention kernels' emulation is none of the selection.
         kernels="auto" if kernels == "interpret" else kernels,
+        mesh=mesh,
     )
     first = counts[0] if counts.ndim == 2 else counts[0, :, 0]
     return Selection(blocks, first, ranked)
@@ -95,7 +99,9 @@ class Prepared(NamedTuple):
     gathered: tuple[Any, ...]
 
 
-def prepare(spec: SpecConfig, selection: Selection, cache: KVCache, kernels: str) -> Prepared:
+def prepare(
+    spec: SpecConfig, selection: Selection, cache: KVCache, kernels: str, mesh: Mesh | None
+) -> Prepared:
     """Gathers each layer's chosen blocks once for all draft steps."""
     gathered = tuple(
         gather_blocks(
@@ -105,6 +111,7 @@ def prepare(spec: SpecConfig, selection: Selection, cache: KVCache, kernels: str
             selection.counts,
             block_size=spec.sparse_block_size,
             kernels=kernels,
+            mesh=mesh,
         )
         for layer, (k, v) in enumerate(cache.layers)
     )
@@ -112,7 +119,12 @@ def prepare(spec: SpecConfig, selection: Selection, cache: KVCache, kernels: str
 
 
 def attend(
-    spec: SpecConfig, prepared: Prepared, lengths: Int[Array, "B"], step: Array, kernels: str
+    spec: SpecConfig,
+    prepared: Prepared,
+    lengths: Int[Array, "B"],
+    step: Array,
+    kernels: str,
+    mesh: Mesh | None,
 ) -> Attend:
     """Attention over the chosen blocks and the tail, through the token's own position."""
     selection, gathered = prepared
@@ -135,6 +147,7 @@ def attend(
             sinks=sinks,
             gathered=gathered[layer],
             kernels=kernels,
+            mesh=mesh,
         )
         return out, None
 

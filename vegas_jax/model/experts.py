@@ -4,16 +4,21 @@ Only the chosen experts are computed, exactly, however tokens are spread over th
 expert) pairs are sorted by expert, and each expert multiplies its own rows.
 """
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import MXFP4, grouped_matmul
+from pallas_kernels.grouped.mxfp4 import BLOCK
 from vegas_jax.model.config import MoEConfig
 from vegas_jax.model.layers import add_bias, init_weight, precision_of
+from vegas_jax.sharded_ops import sum_over_experts
 
 GATE_SLOPE = 1.702  # of gpt-oss's sigmoid
 
@@ -26,64 +31,98 @@ class Experts(nn.Module):
     dtype: jnp.dtype
     kernels: str
 
+    mesh: Mesh | None = None
+
     @nn.compact
     def __call__(self, x: Float[Array, "b T E"]) -> Float[Array, "b T E"]:
         """Sum over the chosen experts of weight * expert(x)."""
         c, hidden = self.config, self.hidden_size
-        router = self.param("router", init_weight, (hidden, c.num_experts), self.dtype)
-        logits = jnp.einsum(
-            "bti,ix->btx",
-            x,
-            router,
-            precision=precision_of(x.dtype),
-            preferred_element_type=jnp.float32,
-        ).reshape(-1, c.num_experts)
+        weights = {"router": self.param("router", init_weight, (hidden, c.num_experts), self.dtype)}
         if c.biases:
-            logits = add_bias(logits, self._vector("router_bias", c.num_experts))
-        experts, weights = route(c, logits)
+            weights["router_bias"] = self._zeros("router_bias", c.num_experts)
+        weights |= self._matrices("gate_up", hidden, 2 * c.intermediate_size)
+        weights |= self._matrices("down", c.intermediate_size, hidden)
+        kernels = "reference" if self.kernels == "reference" else "auto"
+        mix = functools.partial(mixture, c, kernels)
+        if self.mesh is not None:
+            return sum_over_experts(mix, self.mesh, c.num_experts, x, weights)
+        return mix(x, weights).astype(x.dtype)
 
-        rows = x.reshape(-1, hidden)
-        # Pair i*k + j is token i with its j-th expert.
-        order = jnp.argsort(experts.reshape(-1), stable=True)
-        expert = experts.reshape(-1)[order]
-        sizes = jnp.bincount(expert, length=c.num_experts).astype(jnp.int32)
-        inner = self._multiply(rows[order // c.num_experts_per_tok], sizes, expert, "gate_up")
-        outer = self._multiply(activate(c, inner), sizes, expert, "down")
-        # Back to the tokens by the inverse permutation: a sum whose order is always the same.
-        pairs = outer[jnp.argsort(order)].reshape(-1, c.num_experts_per_tok, hidden)
-        mixed = (pairs.astype(jnp.float32) * weights[:, :, None]).sum(axis=1)
-        return mixed.astype(x.dtype).reshape(x.shape)
-
-    def _multiply(
-        self,
-        rows: Float[Array, "p i"],
-        sizes: Int[Array, " X"],
-        expert: Int[Array, " p"],
-        name: str,
-    ) -> Float[Array, "p o"]:
-        """Each expert's rows by its matrix; both products of an expert go through here."""
-        c, hidden, inner = self.config, self.hidden_size, self.config.intermediate_size
-        inputs, outputs = (hidden, 2 * inner) if name == "gate_up" else (inner, hidden)
-        matrices: Any
+    def _matrices(self, name: str, inputs: int, outputs: int) -> dict[str, Array]:
+        """One product's parameters, of all experts."""
+        c, weights = self.config, {}
         if c.packed:
-            shape = (c.num_experts, outputs, inputs // 32)
-            zeros = nn.initializers.zeros
-            matrices = MXFP4(
-                self.param(f"{name}_blocks", zeros, (*shape, 16), jnp.uint8),
-                self.param(f"{name}_scales", zeros, shape, jnp.uint8),
-            )
+            scales = (c.num_experts, outputs, inputs // BLOCK)
+            for part, shape in (("blocks", (*scales, BLOCK // 2)), ("scales", scales)):
+                weights[f"{name}_{part}"] = self._zeros(f"{name}_{part}", *shape, dtype=jnp.uint8)
         else:
             shape = (c.num_experts, inputs, outputs)
-            matrices = self.param(name, init_weight, shape, self.dtype)
-        kernels = "reference" if self.kernels == "reference" else "auto"
-        product = grouped_matmul(rows, matrices, sizes, kernels=kernels)
+            weights[name] = self.param(name, init_weight, shape, self.dtype)
         if c.biases:
-            product += self._vector(f"{name}_bias", c.num_experts, outputs)[expert]
+            weights[f"{name}_bias"] = self._zeros(f"{name}_bias", c.num_experts, outputs)
+        return weights
+
+    def _zeros(self, name: str, *shape: int, dtype: Any = None) -> Array:
+        leaf: Array = self.param(name, nn.initializers.zeros, shape, dtype or self.dtype)
+        return leaf
+
+
+def mixture(
+    config: MoEConfig,
+    kernels: str,
+    x: Float[Array, "b T E"],
+    weights: Mapping[str, Array],
+    share: tuple[Int[Array, ""], int] | None = None,
+) -> Float[Array, "b T E"]:
+    """Sum over each token's experts of weight * expert(x), float32.
+
+    `weights` are the parameters of `Experts`. A share is the number of its first expert and how
+    many it has: `weights` has their matrices alone, and the sum is over the chosen among them.
+    """
+    hidden = x.shape[-1]
+    logits = jnp.einsum(
+        "bti,ix->btx",
+        x,
+        weights["router"],
+        precision=precision_of(x.dtype),
+        preferred_element_type=jnp.float32,
+    ).reshape(-1, config.num_experts)
+    if config.biases:
+        logits = add_bias(logits, weights["router_bias"])
+    experts, shares = route(config, logits)
+
+    rows = x.reshape(-1, hidden)
+    # Pair i*k + j is token i with its j-th expert.
+    expert, count = experts.reshape(-1), config.num_experts
+    if share is not None:
+        first, count = share
+        own = (expert >= first) & (expert < first + count)
+        expert = jnp.where(own, expert - first, count)  # the pairs of others go last
+    order = jnp.argsort(expert, stable=True)
+    expert = expert[order]
+    sizes = jnp.bincount(expert, length=count).astype(jnp.int32)
+
+    def multiply(rows: Float[Array, "p i"], name: str) -> Float[Array, "p o"]:
+        matrices = matrices_of(weights, name)
+        product = grouped_matmul(rows, matrices, sizes, kernels=kernels)
+        if config.biases:
+            product += weights[f"{name}_bias"][expert]
         return product
 
-    def _vector(self, name: str, *shape: int) -> Array:
-        bias: Array = self.param(name, nn.initializers.zeros, shape, self.dtype)
-        return bias
+    inner = multiply(rows[order // config.num_experts_per_tok], "gate_up")
+    outer = multiply(activate(config, inner), "down")
+    if share is not None:
+        outer = jnp.where((expert < count)[:, None], outer, jnp.zeros((), outer.dtype))
+    # Back to the tokens by the inverse permutation: a sum whose order is always the same.
+    pairs = outer[jnp.argsort(order)].reshape(-1, config.num_experts_per_tok, hidden)
+    return (pairs.astype(jnp.float32) * shares[:, :, None]).sum(axis=1).reshape(x.shape)
+
+
+def matrices_of(weights: Mapping[str, Array], name: str) -> Any:
+    """One product's matrices, an expert each: an array, or MXFP4."""
+    if name in weights:
+        return weights[name]
+    return MXFP4(weights[f"{name}_blocks"], weights[f"{name}_scales"])
 
 
 def route(

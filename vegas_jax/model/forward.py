@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import verify_attention
 from vegas_jax.cache import KVCache, init_cache
 from vegas_jax.errors import check
 from vegas_jax.model.transformer import Attend, Transformer
+from vegas_jax.sharded_ops import verify_attention
+from vegas_jax.sharding import constrain_cache, constrain_rows, constrain_vocabulary
 
 Params = dict[str, Any]
 PREFILL_CHUNK = 512  # tokens of one prefill step; also what cache rows are rounded up to
@@ -45,6 +46,7 @@ def forward(
             k,
             v,
             starts,
+            mesh=model.mesh,
             slots=slots,
             window=window,
             sinks=sinks,
@@ -52,10 +54,9 @@ def forward(
         )
         return out, None
 
-    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32) if slots is None else slots
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     result: Any = model.apply(
-        {"params": params}, tokens, positions, cache.layers, rows, attend_layer
+        {"params": params}, tokens, positions, cache.layers, slots, attend_layer
     )
     hidden, layers, sides = result
     return hidden, cache.replace(layers=layers), tuple(sides[i] for i in config.full_layers)
@@ -66,7 +67,8 @@ def unembed(
 ) -> Float[Array, "b T V"]:
     """Logits of hidden states, float32."""
     result: Any = model.apply({"params": params}, hidden, method="unembed")
-    return result
+    # Each device computes those of its part of the vocabulary; drawing a token needs them all.
+    return constrain_rows(constrain_vocabulary(result, model.mesh), model.mesh)
 
 
 def prefill_chunk(
@@ -84,7 +86,9 @@ def prefill_chunk(
     """
 
     def attend(layer: int, q: Array, k: Array, v: Array, sinks: Any) -> tuple[Array, None]:
-        out, _, _ = verify_attention(q, k, v, starts, slots=slots, sinks=sinks, kernels=kernels)
+        out, _, _ = verify_attention(
+            q, k, v, starts, mesh=model.mesh, slots=slots, sinks=sinks, kernels=kernels
+        )
         return out, None
 
     # The kernels for drafts and verification are not made for so many tokens at once.
@@ -92,7 +96,7 @@ def prefill_chunk(
     hidden, cache, _ = forward(model, params, cache, tokens, starts, attend, slots, kernels)
     ends = starts + counts
     lengths = ends if slots is None else cache.lengths.at[slots].set(ends)
-    return hidden, cache.replace(lengths=lengths)
+    return hidden, constrain_cache(cache.replace(lengths=lengths), model.mesh)
 
 
 def logits(
@@ -114,7 +118,7 @@ def logits(
     chunk = min(PREFILL_CHUNK, length)
     num_chunks = -(-length // chunk)
     padded = jnp.pad(tokens, ((0, 0), (0, num_chunks * chunk - length)))
-    cache = init_cache(model.config, batch, num_chunks * chunk, model.dtype)
+    cache = init_cache(model.config, batch, num_chunks * chunk, model.dtype, model.mesh)
 
     def step(cache: KVCache, piece: Array) -> tuple[KVCache, Array]:
         counts = jnp.full(batch, chunk, jnp.int32)

@@ -13,14 +13,14 @@ def precision_of(dtype: jnp.dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-def linear(x: Float[Array, "b T i"], weight: Float[Array, "i o"]) -> Float[Array, "b T o"]:
-    """x @ weight in the compute dtype."""
-    return jnp.einsum("bti,io->bto", x, weight, precision=precision_of(x.dtype))
+def linear(x: Float[Array, "b T i"], weight: Float[Array, "i *o"]) -> Float[Array, "b T *o"]:
+    """x @ weight in the compute dtype; on a mesh the columns may have several axes."""
+    return jnp.einsum("bti,i...->bt...", x, weight, precision=precision_of(x.dtype))
 
 
-def add_bias(x: Float[Array, "*rest o"], bias: Float[Array, " o"]) -> Float[Array, "*rest o"]:
+def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
     """x + bias, the same for all rows."""
-    return x + jnp.expand_dims(bias, range(x.ndim - 1))
+    return x + jnp.expand_dims(bias, range(x.ndim - bias.ndim))
 
 
 class RMSNorm(nn.Module):

@@ -9,6 +9,7 @@ from vegas_jax.config import SpecConfig
 from vegas_jax.model.forward import PREFILL_CHUNK, Params, prefill_chunk
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.sampling import Processors
+from vegas_jax.sharding import constrain_state
 from vegas_jax.spec.round import accept, commit, select, spec_round, verify
 from vegas_jax.spec.state import DecodeState, Requests
 
@@ -44,14 +45,15 @@ def begin(
     requests, new_lengths = commit(
         requests, lengths, logits, no_drafts, accepted, following, first=True
     )
-    selection = select(spec, scores, lengths, accepted, model.kernels)
+    selection = select(spec, scores, lengths, accepted, model.kernels, model.mesh)
     if state.selection is not None and selection is not None:
         selection = state.selection.put(slots, selection)
-    return DecodeState(
+    state = DecodeState(
         cache=cache.replace(lengths=cache.lengths.at[slots].set(new_lengths)),
         requests=state.requests.put(slots, requests),
         selection=selection,
     )
+    return constrain_state(state, model.mesh)
 
 
 def prefill(

@@ -6,9 +6,9 @@ position L, a drafts accepted. Verification runs [t0, d1..d_gamma]; its row i ju
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import verify_attention
 from vegas_jax import drafters
 from vegas_jax.cache import KVCache
 from vegas_jax.completion import Kind
@@ -17,6 +17,8 @@ from vegas_jax.drafters import Selection
 from vegas_jax.model.forward import Params, forward, unembed
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.sampling import DRAFT, Processors, draw, draw_coupled, noise_key, process_logits
+from vegas_jax.sharded_ops import verify_attention
+from vegas_jax.sharding import constrain_state
 from vegas_jax.spec.acceptance import accept_equal, accept_rejection
 from vegas_jax.spec.state import DecodeState, Requests
 
@@ -41,14 +43,14 @@ def draft(
     by_rejection = uses_rejection(spec, processors)
     full = tuple(state.cache.layers[i] for i in model.config.full_layers)
     prepared = drafter.prepare(
-        spec, state.selection, state.cache.replace(layers=full), model.kernels
+        spec, state.selection, state.cache.replace(layers=full), model.kernels, model.mesh
     )
 
     def step(
         carry: tuple[KVCache, Array, Array | None], i: Array
     ) -> tuple[tuple[KVCache, Array, Array | None], tuple[Array, Array | None]]:
         cache, token, counts = carry
-        attend = drafter.attend(spec, prepared, lengths, i, model.kernels)
+        attend = drafter.attend(spec, prepared, lengths, i, model.kernels, model.mesh)
         hidden, cache, _ = forward(model, params, cache, token[:, None], lengths + i, attend)
         logits = unembed(model, params, hidden)
         row_counts = None if counts is None else counts[:, None]
@@ -101,6 +103,7 @@ def verify(
             k,
             v,
             starts,
+            mesh=model.mesh,
             slots=slots,
             scores=rows,
             score_mode=spec.score_mode,
@@ -218,13 +221,15 @@ def select(
     lengths: Int[Array, "b"],
     accepted: Int[Array, "b"],
     kernels: str = "auto",
+    mesh: Mesh | None = None,
 ) -> Selection | None:
     """The keys that the next round's drafts attend to, from the key scores of `verify`.
 
     `lengths` are the verified rows before that verification; `accepted` how many drafts it kept;
-    `kernels` which implementation ranks. None for drafters that keep no selection.
+    `kernels` which implementation ranks; `mesh` the model's. None for drafters that keep no
+    selection.
     """
-    return drafters.get(spec).select(spec, scores, lengths, accepted, kernels)
+    return drafters.get(spec).select(spec, scores, lengths, accepted, kernels, mesh)
 
 
 def spec_round(
@@ -248,10 +253,11 @@ def spec_round(
             state.requests, cache.lengths, logits, drafts, accepted, following
         )
     with jax.named_scope("select"):
-        selection = select(spec, scores, cache.lengths, accepted, model.kernels)
+        selection = select(spec, scores, cache.lengths, accepted, model.kernels, model.mesh)
         if state.selection is not None and selection is not None:
             selection = state.selection.keep_where(state.requests.done, selection)
-    return DecodeState(cache.replace(lengths=lengths), requests, selection)
+    state = DecodeState(cache.replace(lengths=lengths), requests, selection)
+    return constrain_state(state, model.mesh)
 
 
 def uses_rejection(spec: SpecConfig, processors: Processors) -> bool:

@@ -16,6 +16,7 @@ from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.forward import PREFILL_CHUNK
 from vegas_jax.model.transformer import Transformer
 from vegas_jax.sampling import Processors, SamplingValues
+from vegas_jax.sharding import constrain_state
 
 MAX_STOP_TOKENS = 16
 
@@ -171,11 +172,12 @@ def init_state(
         seeds=(0,) * batch,
         **nothing,
     )
-    return DecodeState(
-        cache=init_cache(config, batch, rows, model.dtype),
+    state = DecodeState(
+        cache=init_cache(config, batch, rows, model.dtype, model.mesh),
         requests=requests,
         selection=drafters.get(spec).init(spec, config, batch, rows),
     )
+    return constrain_state(state, model.mesh)
 
 
 def _tokens_present(
