@@ -1,5 +1,6 @@
 """The model against transformers (tests/goldens/make_goldens.py), and its pure functions."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -11,11 +12,16 @@ import vegas_jax
 from tests import tiny
 from vegas_jax import Generator, SamplingParams, SpecConfig
 from vegas_jax.cache import init_cache
+from vegas_jax.checkpoint.hf_config import ARCHITECTURES
 from vegas_jax.model.forward import prefill_chunk
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-LENGTHS = (1, 127, 128, 129, 400)
+CHECKPOINTS = sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz"))
 METHODS = ("plain", "vegas")
+
+
+def read_fields(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
 
 
 def padded(prompts: list[np.ndarray]) -> tuple[jax.Array, jax.Array]:
@@ -26,37 +32,61 @@ def padded(prompts: list[np.ndarray]) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-untied", "qwen3-mha"])
+def golden_prompts(golden) -> dict[int, np.ndarray]:
+    names = [name for name in golden if name.startswith("prompt_")]
+    return {len(golden[name]): golden[name] for name in names}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
 class TestAgainstTransformers:
     """Logits within 1e-4 in float32, greedy tokens equal."""
 
     def test_logits(self, name):
         model, params, _ = vegas_jax.load(GOLDENS / name, dtype="float32")
         golden = np.load(GOLDENS / name / "golden.npz")
-        tokens, lengths = padded([golden[f"prompt_{n}"] for n in LENGTHS])
+        prompts = golden_prompts(golden)
+        tokens, lengths = padded(list(prompts.values()))
         logits = vegas_jax.logits(model, params, tokens, lengths)
         assert logits.dtype == jnp.float32
-        for row, n in zip(logits, LENGTHS, strict=True):
+        for row, n in zip(logits, prompts, strict=True):
             expected = golden[f"logits_{n}"]
             np.testing.assert_allclose(row[golden[f"positions_{n}"]], expected, atol=1e-4)
             assert not row[n:].any()
 
-    @pytest.mark.parametrize("method", METHODS)
-    def test_greedy_tokens(self, name, method):
+    def test_greedy_tokens(self, name):
         model, params, _ = vegas_jax.load(GOLDENS / name, dtype="float32")
         golden = np.load(GOLDENS / name / "golden.npz")
-        spec = SpecConfig(method=method, sparse_ratio=0.05, sparse_min_tokens=8)
-        generator = Generator(model, params, spec=spec, max_len=512)
-        completions = generator.generate(
-            [golden[f"prompt_{n}"] for n in LENGTHS],
-            SamplingParams(max_new_tokens=32, ignore_eos=True),
-        )
-        for n, completion in zip(LENGTHS, completions, strict=True):
-            assert completion.token_ids == tuple(golden[f"greedy_{n}"].tolist())
-        if method == "vegas":
-            assert sum(c.stats.accepted for c in completions) < sum(
-                c.stats.drafted for c in completions
+        prompts = golden_prompts(golden)
+        for method in METHODS:
+            spec = SpecConfig(method=method, sparse_ratio=0.05, sparse_min_tokens=8)
+            generator = Generator(model, params, spec=spec, max_len=512)
+            completions = generator.generate(
+                list(prompts.values()), SamplingParams(max_new_tokens=32, ignore_eos=True)
             )
+            for n, completion in zip(prompts, completions, strict=True):
+                assert completion.token_ids == tuple(golden[f"greedy_{n}"].tolist())
+        accepted, drafted = (
+            sum(getattr(c.stats, what) for c in completions) for what in ("accepted", "drafted")
+        )
+        assert accepted < drafted
+
+
+def test_there_are_goldens_of_every_architecture():
+    found = {read_fields(GOLDENS / name)["architectures"][0] for name in CHECKPOINTS}
+    assert found == set(ARCHITECTURES)
+
+
+def test_experts_dequantised_at_load_are_those_that_stay_packed():
+    folder = GOLDENS / "gpt-oss-mxfp4"
+    packed, small, _ = vegas_jax.load(folder, dtype="float32")
+    model, params, _ = vegas_jax.load(folder, dtype="float32", dequantize=True)
+    assert packed.config.moe.packed
+    assert small["layers_0"]["mlp"]["gate_up_blocks"].dtype == jnp.uint8
+    assert params["layers_0"]["mlp"]["gate_up"].dtype == jnp.float32
+    tokens, lengths = padded([np.load(folder / "golden.npz")["prompt_129"]])
+    expected = vegas_jax.logits(model, params, tokens, lengths)
+    found = vegas_jax.logits(packed, small, tokens, lengths)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_the_shipped_checkpoint_is_that_of_transformers():

@@ -24,7 +24,13 @@ from vegas_jax.checkpoint.hf_config import (
     read_config,
     read_fp8_block,
 )
-from vegas_jax.checkpoint.huggingface import is_orbax, read_leaves, resolve, stored_dtype
+from vegas_jax.checkpoint.huggingface import (
+    ORBAX_PARAMS,
+    is_orbax,
+    read_leaves,
+    resolve,
+    stored_dtype,
+)
 from vegas_jax.checkpoint.json_fields import Fields
 from vegas_jax.checkpoint.layout import plan
 from vegas_jax.checkpoint.safetensors_files import SHARD_BYTES, Entry, write_tensors
@@ -49,7 +55,7 @@ def to_orbax(
 ) -> None:
     """Writes the checkpoint in a Hugging Face folder as an Orbax folder.
 
-    On the host this takes the memory of a few parameters, not of the model: see
+    On the host this takes about three times the memory of the largest parameter: see
     `vegas_jax.checkpoint.orbax.save_params`.
 
     Args:
@@ -68,6 +74,8 @@ def to_orbax(
     from vegas_jax.checkpoint import orbax  # slow to import
 
     folder = resolve(source)
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint {folder} is no Hugging Face folder, but a GGUF file")
     if is_orbax(folder):
         raise CheckpointError(f"checkpoint {folder} is an Orbax folder already")
     fields = Fields.read(folder / CONFIG_FILE)
@@ -102,7 +110,8 @@ def to_huggingface(
 
     Tensors have the names and layouts of the hub, whatever those were that `to_orbax` read, and the
     dtypes that it read, or was told to write. On the host one parameter is in memory at a time,
-    and a copy of a tensor of it.
+    and a copy of a tensor of it (measured: 112 to 170 MB for models of 243 and 923 MB, whose
+    parameters have up to 17 MB; 318 MB where the embedding has 311 MB).
 
     Args:
       source: the folder.
@@ -120,7 +129,7 @@ def to_huggingface(
 
     folder = resolve(source)
     if not is_orbax(folder):
-        raise CheckpointError(f"checkpoint {folder} is a Hugging Face folder, not an Orbax folder")
+        raise CheckpointError(f"checkpoint {folder} is no Orbax folder: it has no {ORBAX_PARAMS}/")
     config = read_config(folder)
     record = orbax.Record.read(folder)
     leaves = hub_plan(config)

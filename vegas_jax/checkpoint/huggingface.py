@@ -16,14 +16,7 @@ import numpy as np
 
 from vegas_jax.checkpoint.hf_config import CONFIG_FILE
 from vegas_jax.checkpoint.layout import EMBEDDING, HEAD, plan
-from vegas_jax.checkpoint.tensors import (
-    FLOATS,
-    BlockScaledTensor,
-    Shape,
-    Tensor,
-    listed,
-    open_tensors,
-)
+from vegas_jax.checkpoint.tensors import FLOATS, Shape, Tensor, listed, open_tensors
 from vegas_jax.errors import CheckpointError, check
 from vegas_jax.model.config import ModelConfig
 
@@ -32,34 +25,38 @@ Params = dict[str, Any]
 ASSETS = Path(__file__).parents[1] / "assets"
 SHIPPED = ("codelm-16m",)
 ORBAX_PARAMS = "params"  # the folder that makes a checkpoint one of Orbax
+GGUF_SUFFIX = ".gguf"
 
 _PARAM_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def resolve(path_or_name: str | Path) -> Path:
-    """The folder of a checkpoint: an existing folder, or the name of one that is shipped.
+    """Where a checkpoint lies: an existing folder or GGUF file, or the name of a shipped one.
 
     A folder goes before a shipped checkpoint of the same name.
 
     Raises:
-      CheckpointError: it is neither, or the folder lacks config.json or weights.
+      CheckpointError: it is none of these, or the folder lacks config.json or weights.
     """
-    folder = Path(path_or_name)
-    if not folder.exists() and str(path_or_name) in SHIPPED:
-        folder = ASSETS / str(path_or_name)
-    if not folder.exists():
+    path = Path(path_or_name)
+    if not path.exists() and str(path_or_name) in SHIPPED:
+        path = ASSETS / str(path_or_name)
+    if not path.exists():
         problem = "does not exist"
-    elif not folder.is_dir():
+    elif path.is_file() and path.suffix == GGUF_SUFFIX:
+        return path
+    elif not path.is_dir():
         problem = "is not a folder"
-    elif not (folder / CONFIG_FILE).is_file():
+    elif not (path / CONFIG_FILE).is_file():
         problem = f"has no {CONFIG_FILE}"
-    elif not any(folder.glob("*.safetensors")) and not is_orbax(folder):
+    elif not any(path.glob("*.safetensors")) and not is_orbax(path):
         problem = f"has no *.safetensors and no {ORBAX_PARAMS}/"
     else:
-        return folder
+        return path
     raise CheckpointError(
         f"checkpoint {str(path_or_name)!r} {problem}, but must be a folder with {CONFIG_FILE} and "
-        f"*.safetensors or {ORBAX_PARAMS}/, or a shipped name: {', '.join(SHIPPED)}"
+        f"*.safetensors or {ORBAX_PARAMS}/, a *{GGUF_SUFFIX} file, or a shipped name: "
+        f"{', '.join(SHIPPED)}"
     )
 
 
@@ -144,12 +141,7 @@ def stored_dtype(tensors: Sequence[Tensor]) -> np.dtype:
 
     bfloat16 also for MXFP4, whose values it holds exactly.
     """
-    kinds = {
-        "BF16"
-        if isinstance(tensor, BlockScaledTensor) or tensor.dtype not in FLOATS
-        else tensor.dtype
-        for tensor in tensors
-    }
+    kinds = {tensor.dtype if tensor.dtype in FLOATS else "BF16" for tensor in tensors}
     types = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
     return np.dtype(types[kinds.pop()] if len(kinds) == 1 else np.float32)
 
@@ -176,7 +168,7 @@ def _check_tensors(tensors: dict[str, Tensor], config: ModelConfig, source: Path
         f"not of dtype {', '.join(FLOATS)}": [
             f"{tensor.name} {tensor.dtype}"
             for name, tensor, _ in found
-            if name not in packed and tensor.dtype not in FLOATS
+            if name not in packed and not tensor.is_float
         ],
         "not of dtype U8": [
             f"{tensor.name} {tensor.dtype}"

@@ -17,6 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,13 @@ def _chunk_bytes(shape: Sequence[int], itemsize: int) -> int | None:
 
 
 def _finish(future: Any) -> None:
-    try:
-        future.result()
-    except KeyboardInterrupt:
-        future.result()  # lest it goes on writing into a folder that is being removed
-        raise
+    """Waits for it, after Ctrl-C too: else it would write into a folder that is being removed.
+
+    The wait goes through another thread, since `Thread.join`, which Orbax calls, takes a thread for
+    finished when Ctrl-C interrupts it.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pool.submit(future.result).result()
 
 
 def save_params(
@@ -142,8 +145,12 @@ def save_params(
 ) -> None:
     """Writes `folder`/params, which exists only once it is complete.
 
-    On the host this takes the memory of a few parameters, whatever the size of the model: the one
-    that is being read, the copy of it that Orbax makes, and what is on its way to the disk.
+    On the host this takes about three times the memory of the largest parameter, whatever the size
+    of the model: the one that is being read, the copy of it that Orbax makes, and what is on its
+    way to the disk. Measured on two CPU cores, beyond what the process had before: 82 to 108 MB
+    for a model of 243 MB and 136 MB for one of 923 MB, whose parameters have up to 17 MB; 832 MB
+    for one of 387 MB whose embedding has 311 MB. Pages of the safetensors files that are mapped
+    meanwhile come on top, but the system takes those back when it needs them.
 
     Args:
       folder: exists, and has no params.
@@ -248,7 +255,9 @@ def abstract_params(config: ModelConfig, dtype: Any) -> Params:
         params: Params = model.init(jax.random.key(0), *arguments)["params"]
         return params
 
-    return jax.eval_shape(initialise)
+    # Only shapes and dtypes are computed: whether JAX is strict does not matter.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return jax.eval_shape(initialise)
 
 
 def _restore(folder: Path, item: Any, args: Any, **options: Any) -> Params:

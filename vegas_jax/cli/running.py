@@ -52,9 +52,9 @@ class Request:
     token_ids: tuple[int, ...]
 
 
-def load(checkpoint: str, dtype: str | None, kernels: str) -> Engine:
+def load(checkpoint: str, dtype: str | None, kernels: str, dequantize: bool) -> Engine:
     """Loads a checkpoint; CheckpointError says what is wrong with it."""
-    return Engine(*vegas_jax.load(checkpoint, dtype=dtype, kernels=kernels))
+    return Engine(*vegas_jax.load(checkpoint, dtype=dtype, kernels=kernels, dequantize=dequantize))
 
 
 def encode(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import MXFP4, grouped_matmul
 from vegas_jax.model.config import MoEConfig
-from vegas_jax.model.layers import init_weight, precision_of
+from vegas_jax.model.layers import add_bias, init_weight, precision_of
 
 GATE_SLOPE = 1.702  # of gpt-oss's sigmoid
 
@@ -39,7 +39,7 @@ class Experts(nn.Module):
             preferred_element_type=jnp.float32,
         ).reshape(-1, c.num_experts)
         if c.biases:
-            logits += self._vector("router_bias", c.num_experts)
+            logits = add_bias(logits, self._vector("router_bias", c.num_experts))
         experts, weights = route(c, logits)
 
         rows = x.reshape(-1, hidden)

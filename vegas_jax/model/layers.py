@@ -18,6 +18,11 @@ def linear(x: Float[Array, "b T i"], weight: Float[Array, "i o"]) -> Float[Array
     return jnp.einsum("bti,io->bto", x, weight, precision=precision_of(x.dtype))
 
 
+def add_bias(x: Float[Array, "*rest o"], bias: Float[Array, " o"]) -> Float[Array, "*rest o"]:
+    """x + bias, the same for all rows."""
+    return x + jnp.expand_dims(bias, range(x.ndim - 1))
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm (arXiv 1910.07467), computed in float32 with float32 weights."""
 

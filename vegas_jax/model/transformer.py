@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from vegas_jax.cache import LayerCache, write
 from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.experts import Experts
-from vegas_jax.model.layers import RMSNorm, init_weight, linear, precision_of
+from vegas_jax.model.layers import RMSNorm, add_bias, init_weight, linear, precision_of
 from vegas_jax.model.rope import apply_rope, rope_angles
 
 # (layer index, q [b,T,H,D], k and v [B,K,S,D], sinks [H] or None) -> (output [b,T,H,D], any side
@@ -54,7 +54,8 @@ class Attention(nn.Module):
 
         fused = linear(x, qkv)
         if c.qkv_bias:
-            fused += self.param("qkv_bias", nn.initializers.zeros, qkv.shape[1:], self.dtype)
+            bias = self.param("qkv_bias", nn.initializers.zeros, qkv.shape[1:], self.dtype)
+            fused = add_bias(fused, bias)
         fused = fused.reshape(b, t, heads + 2 * kv_heads, dim)
         q, k, v = jnp.split(fused, [heads, heads + kv_heads], axis=2)
         if c.qk_norm:
@@ -71,7 +72,8 @@ class Attention(nn.Module):
         out, side = attend(q, *cache, sinks)
         out = linear(out.reshape(b, t, heads * dim), o)
         if c.o_bias:
-            out += self.param("o_bias", nn.initializers.zeros, o.shape[1:], self.dtype)
+            bias = self.param("o_bias", nn.initializers.zeros, o.shape[1:], self.dtype)
+            out = add_bias(out, bias)
         return out, cache, side
 
 

@@ -52,7 +52,7 @@ def on_the_hub(folder):
         elif name.endswith("mlp.experts.down_proj") and "Qwen3Moe" in config_text(folder):
             for i, matrix in enumerate(array):
                 tensors[f"{name.removesuffix('down_proj')}{i}.down_proj.weight"] = dtype, matrix
-        elif is_fp8(folder) and dtype == "F32":
+        elif dtype == "F8_E4M3":
             tensors[name] = "BF16", array.astype(jnp.bfloat16)
         else:
             tensors[name] = dtype, array
@@ -323,7 +323,7 @@ def test_the_command_line(tmp_path, capsys):
         ([f"--hf={TIED}", "--out=c", "--dtype=int8"], "dtype"),
         (["--hf=nowhere", "--out=c"], "'nowhere' does not exist"),
         (["--orbax=nowhere", "--out=c"], "'nowhere' does not exist"),
-        ([f"--orbax={TIED}", "--out=c"], "is a Hugging Face folder"),
+        ([f"--orbax={TIED}", "--out=c"], "is no Orbax folder"),
         ([f"--hf={TIED}", "--out=c", "more"], "unexpected argument 'more'"),
         ([f"--hf={TIED}", "--out=c", "--outt=d"], "outt"),
         ([f"--hf={TIED}", f"--out={TIED}"], "exists already"),
@@ -337,6 +337,12 @@ def test_wrong_flags_are_one_sentence(tmp_path, monkeypatch, capsys, arguments, 
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert names_in(tmp_path) == []
+
+
+def test_a_gguf_file_is_not_converted(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="but a GGUF file"):
+        to_orbax(tmp_path / "model.gguf", tmp_path / "out")
 
 
 def test_an_orbax_folder_is_not_converted_again(tmp_path):
