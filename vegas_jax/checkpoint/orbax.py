@@ -348,8 +348,10 @@ def _errors(sentence: str) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _reason(error: Exception) -> str:
-    """What the operating system said, where it is to blame, else how the error begins."""
+def _reason(error: BaseException) -> str:
+    """What the operating system said, where it is to blame, else how the first error begins."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code is not None:
         return os.strerror(int(code[1]))

@@ -88,7 +88,7 @@ def mixture(
         preferred_element_type=jnp.float32,
     ).reshape(-1, config.num_experts)
     if config.biases:
-        logits = add_bias(logits, weights["router_bias"])
+        logits = add_bias(logits, weights["router_bias"].astype(jnp.float32))
     experts, shares = route(config, logits)
 
     rows = x.reshape(-1, hidden)
