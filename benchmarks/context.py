@@ -41,6 +41,7 @@ _ACCEPTANCE = flags.DEFINE_enum(
     ["rejection", "coupled"],
     "With coupled all methods emit the same tokens, so that tokens a round compare pair by pair.",
 )
+_DENSE = flags.DEFINE_boolean("dense", False, "Drafts with all keys as well: the upper bound.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "codelm-16m", "Folder or shipped name.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Compute dtype; by default what is fast here.")
 
@@ -57,6 +58,8 @@ def methods() -> dict[str, SpecConfig]:
         "plain": dataclasses.replace(base, method="plain"),
         "streaming": dataclasses.replace(base, method="streaming"),
     }
+    if _DENSE.value:
+        result["dense"] = dataclasses.replace(base, method="dense")
     for text in _SELECTIONS.value:
         block, back, ahead = map(int, text.split(":"))
         name = f"vegas, blocks of {block}" if block > 1 else "vegas, single positions"

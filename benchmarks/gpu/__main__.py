@@ -9,6 +9,7 @@ acceptance and its parts.
 import argparse
 import dataclasses
 import datetime
+import os
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,9 @@ from pallas_kernels.dispatch import device_name, lacks
 
 SHAPES = [(8, 32768), (4, 98304), (1, 131072), (32, 8192)]
 SMALL_SHAPES = [(2, 1024)]
+MOST_TEXTS, MOST_ROWS = 1024, 2**20
+FEWEST_NEW_TOKENS = 64  # with fewer there are too few rounds to time
+SHORTEST_TEXT = 256
 SECTIONS = ("peers", "correctness", "prefill", "limits", "decode")
 
 
@@ -36,6 +40,10 @@ def shape(text: str) -> tuple[int, int]:
     batch, _, rows = text.partition("x")
     if not (batch.isdecimal() and rows.isdecimal() and int(batch) and int(rows)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a batch and a length, like 8x32768")
+    if int(batch) > MOST_TEXTS or int(rows) > MOST_ROWS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is larger than {MOST_TEXTS} texts of {MOST_ROWS} tokens"
+        )
     return int(batch), int(rows)
 
 
@@ -43,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command."""
     parser = Parser("python -m benchmarks.gpu", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "--shapes", type=shape, nargs="+", help="BxS ...; default 8x32768 4x98304 1x131072 32x8192"
+        "--shapes",
+        type=shape,
+        nargs="+",
+        help="BxS ... of peers and decode (limits: the first); default 8x32768 4x98304 1x131072 "
+        "32x8192; correctness and prefill have shapes of their own",
     )
     parser.add_argument(
         "--only",
@@ -63,27 +75,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_new_tokens", type=int, default=256, help="default %(default)s")
     parser.add_argument("--threads", type=int, default=12, help="that compile; default 12")
     chosen = parser.parse_args(arguments)
-    for name in ("max_drafts", "max_new_tokens", "threads"):
-        if getattr(chosen, name) < 1:
-            parser.error(f"argument --{name}: must be at least 1, but is {getattr(chosen, name)}")
+    bounds = {"max_drafts": (1, 64), "max_new_tokens": (FEWEST_NEW_TOKENS, MOST_ROWS)}
+    for name, (least, most) in {**bounds, "threads": (1, 1024)}.items():
+        value = getattr(chosen, name)
+        if not least <= value <= most:
+            parser.error(f"argument --{name}: must be from {least} to {most}, but is {value}")
     for ratio in chosen.ratios:
         if not 0 < ratio <= 1:
             parser.error(f"argument --ratios: must be above 0 and at most 1, but is {ratio:g}")
 
     def check_room(shapes: Sequence[tuple[int, int]]) -> None:
-        for _, rows in shapes:
-            if rows < chosen.max_new_tokens + 256:
-                parser.error(f"argument --shapes: {rows} tokens leave no room for a text")
+        for batch, rows in shapes:
+            room = rows - SHORTEST_TEXT
+            if chosen.max_new_tokens > room:
+                parser.error(
+                    f"argument --max_new_tokens: {chosen.max_new_tokens} of the {rows} tokens of "
+                    f"shape {batch}x{rows} leave less than {SHORTEST_TEXT} for a text"
+                )
 
-    shapes = chosen.shapes or SHAPES
-    check_room(shapes)
+    check_room(chosen.shapes or SMALL_SHAPES)
     # Before JAX is asked anything: with its first answer it takes the GPU's memory.
-    peers = transformers_steps(shapes) if "peers" in chosen.only else {}
+    peers = transformers_steps(chosen.shapes or SHAPES) if "peers" in chosen.only else {}
     small = jax.default_backend() != "gpu"
     if small:
         print("There is no GPU here: a small shape, whose times mean little.\n")
-        shapes = chosen.shapes or SMALL_SHAPES
-        check_room(shapes)
+    shapes = chosen.shapes or (SMALL_SHAPES if small else SHAPES)
     print(f"{datetime.date.today()}, {device_name()}, {versions()}")
     copies = timing.copy_bandwidth(2**26 if small else 2**31)
     bandwidth = max(copies.values())
@@ -102,7 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exact = dataclasses.replace(exact, wide_params={})  # room for the others
     models = Models.load(config, "float32" if small else "bfloat16")
     roofline = Roofline.of(models.wide, models.wide_params, bandwidth)
-    if exact is not None and not small:
+    if exact is not None and small:
+        print("bfloat16's divergences: only on a GPU", flush=True)
+    elif exact is not None:
         show_divergences(models, exact, rows=4096, new_tokens=256)
     if "prefill" in chosen.only:
         read_prompts(models, shapes, 1024 if small else 32768)
@@ -143,13 +161,32 @@ def read_prompts(models: Models, shapes: Sequence[tuple[int, int]], rows: int) -
     reached = operations(models, tokens) / seconds
     print(
         f"\nprefill of {tokens:,} tokens: {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s, "
-        f"{reached / 1e12:.0f} TFLOP/s, {reached / rate:.0%} of a large bfloat16 product's "
-        f"{rate / 1e12:.0f}"
+        f"{reached / 1e12:.3g} TFLOP/s, {reached / rate:.0%} of a large bfloat16 product's "
+        f"{rate / 1e12:.3g}"
     )
     longest = max(rows for _, rows in shapes)
     losses = ", ".join(f"{loss:.2f}" for loss in loss_by_position(models, longest))
     print(f"the small model's loss by position, nats, each 8,192 tokens: {losses}\n", flush=True)
 
 
+def run() -> int:
+    """`main`, which may be interrupted, and whose output may be cut off."""
+    try:
+        code = main()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+    except BrokenPipeError:
+        pass
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"Does not fit into memory: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    # Programs that are still being compiled would be waited for.
+    os._exit(130)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -1,8 +1,11 @@
 """A shape's two tables: what the parts of a round take, and how fast each method decodes."""
 
+import contextlib
 import dataclasses
 import functools
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 from benchmarks.gpu.acceptance import best_gamma, by_position, tokens_a_round
 from benchmarks.gpu.parts import (
@@ -69,7 +72,8 @@ class Options:
 def measure(work: Workload, roofline: Roofline, options: Options) -> None:
     """Prints both tables of one shape."""
     size = f"{work.batch} x {work.rows:,}"
-    with ThreadPoolExecutor(options.threads) as pool:
+    with worker_pool(options.threads) as pool:
+        print(f"{size}: compiling, which takes minutes", file=sys.stderr, flush=True)
         cudnn = pool.submit(compile_cudnn, work) if options.cudnn else None
         plain_program = pool.submit(compile_decode, work, PLAIN)
         programs = {name: PartPrograms(work, method, pool) for name, method in METHODS.items()}
@@ -131,6 +135,18 @@ def measure(work: Workload, roofline: Roofline, options: Options) -> None:
     print()
 
 
+@contextlib.contextmanager
+def worker_pool(threads: int) -> Iterator[Executor]:
+    """A pool that waits for nothing once something went wrong."""
+    pool = ThreadPoolExecutor(threads)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
 def print_modelled(
     table: Table,
     work: Workload,
@@ -159,7 +175,7 @@ def acceptances(work: Workload, options: Options) -> dict[str, Shares]:
     work.small_cache  # noqa: B018  # made once, before threads ask for it
     jobs = [(name, ratio) for name in METHODS for ratio in options.ratios]
     configs = [tuned(METHODS[name], options.max_drafts, ratio) for name, ratio in jobs]
-    with ThreadPoolExecutor(min(4, options.threads)) as pool:
+    with worker_pool(min(4, options.threads)) as pool:
         found = list(pool.map(lambda config: by_position(work, config), configs))
     result: dict[str, Shares] = {name: {} for name in METHODS}
     for (name, ratio), shares in zip(jobs, found, strict=True):

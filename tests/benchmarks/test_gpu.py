@@ -58,7 +58,7 @@ def test_the_command(models, monkeypatch, capsys):
     monkeypatch.setattr(command.timing, "copy_bandwidth", lambda size: {"guessed": 1e10})
     monkeypatch.setattr(workload.Models, "load", lambda config, dtype: models)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    arguments = ["--shapes", "2x300", "--max_drafts=3", "--max_new_tokens=40", "--threads=2"]
+    arguments = ["--shapes", "2x340", "--max_drafts=3", "--max_new_tokens=64", "--threads=2"]
     arguments += ["--ratios", "0.3"]
     monkeypatch.setattr(command, "check_float32", lambda *_, **sizes: print(sizes) or True)
     arguments += ["--only", "correctness", "prefill", "decode"]
@@ -84,6 +84,10 @@ def test_the_command(models, monkeypatch, capsys):
         ["--shapes", "8"],
         ["--shapes", "0x512"],
         ["--shapes", "1x300"],
+        ["--shapes", "2x100000000"],
+        ["--max_new_tokens=8"],
+        ["--max_new_tokens=40000"],
+        ["--max_drafts=65"],
         ["--threads=0"],
         ["--ratios", "0.1", "1.5"],
     ],

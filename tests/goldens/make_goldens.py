@@ -4,12 +4,17 @@ Run by hand, in an environment of its own (torch is no dependency of this projec
 
     python3.11 -m venv /tmp/vgold
     /tmp/vgold/bin/pip install torch==2.13.0 transformers==5.17.0 safetensors
-    /tmp/vgold/bin/python tests/goldens/make_goldens.py
+    /tmp/vgold/bin/python -m tests.goldens.make_goldens [name ...]
 
-Everything is computed on the CPU in float32 with eager attention; seeds are fixed.
+Without names, everything is made. It is computed on the CPU in float32, with attention and experts
+written out in plain torch ("eager"); seeds are fixed.
 
-`<name>/` is a random checkpoint of two or three layers as `save_pretrained` writes it, with
-`golden.npz`. Prompts are drawn at random, of lengths 1, 127, 128, 129 and 400. For each length n:
+`<name>/` is a random checkpoint of two to six layers, one for each model and layout of weights that
+the library reads. checkpoints.py says what is in each, quantization.py how quantised weights are
+stored; of those the goldens are what the dequantised weights give in float32, without quantising
+activations. Beside it lies `golden.npz`. Prompts are drawn at random, of lengths 1, 129 and 400,
+and some also of 127 and 128 (a window, and a whole number of a library's blocks). For each length
+n:
 
     prompt_{n}          int32 [n]      the prompt's tokens
     positions_{n}       int32 [P]      positions whose logits are kept, ascending: the last four
@@ -32,64 +37,20 @@ a piece of Python text:
 """
 
 import pathlib
+import sys
 
 import numpy as np
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file
+
+from tests.goldens.checkpoints import CHECKPOINTS, make_checkpoint
+from tests.goldens.quantization import dequantize
 
 GOLDENS = pathlib.Path(__file__).parent
 CODELM = GOLDENS.parents[1] / "vegas_jax" / "assets" / "codelm-16m"
-PROMPT_LENGTHS = (1, 127, 128, 129, 400)
 NEW_TOKENS = 32
-
-COMMON = {
-    "vocab_size": 256,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-CHECKPOINTS = {
-    # Grouped queries, and num_heads * head_dim != hidden_size.
-    "qwen3-tied": {
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-        "eos_token_id": 7,
-    },
-    # Weights stored in bfloat16, four query heads to a KV head, another rope_theta.
-    "qwen3-untied": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": False,
-        "eos_token_id": [3, 5],
-    },
-    # One query head to a KV head, in several shards.
-    "qwen3-mha": {
-        "hidden_size": 48,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "head_dim": 16,
-        "vocab_size": 211,
-        "tie_word_embeddings": False,
-        "eos_token_id": None,
-    },
-}
-STORED_DTYPE = {"qwen3-untied": torch.bfloat16}
-SHARD_SIZE = {"qwen3-mha": "64KB"}
 
 CODE = '''"""Shopping baskets and what they cost."""
 
@@ -136,45 +97,29 @@ class Basket:
 
 
 def main() -> None:
-    """Writes every golden next to this file."""
+    """Writes the goldens named on the command line, or every one, next to this file."""
     torch.use_deterministic_algorithms(True)
-    for seed, (name, changes) in enumerate(CHECKPOINTS.items()):
-        make_checkpoint(name, {**COMMON, **changes}, seed)
-        make_golden(name, seed)
-    make_codelm_golden()
+    transformers.logging.set_verbosity_error()
+    known = [*CHECKPOINTS, CODELM.name]
+    names = sys.argv[1:] or known
+    if unknown := set(names).difference(known):
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    for name in names:
+        if name == CODELM.name:
+            make_codelm_golden()
+        else:
+            make_checkpoint(CHECKPOINTS[name], GOLDENS / name)
+            make_golden(name)
 
 
-def make_checkpoint(name: str, settings: dict, seed: int) -> None:
-    """Saves a random checkpoint whose attention is sharp and whose logits differ."""
-    rope = {"rope_type": "default", "rope_theta": settings.pop("rope_theta")}
-    config = transformers.Qwen3Config(**settings, rope_parameters=rope)
-    model = transformers.Qwen3ForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for key, weight in model.named_parameters():
-            weight.copy_(random_weight(key, weight.shape, generator))
-    model.to(STORED_DTYPE.get(name, torch.float32))
-    model.save_pretrained(GOLDENS / name, max_shard_size=SHARD_SIZE.get(name, "5GB"))
-
-
-def random_weight(key: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Norms around 1 (around 2 for q and k, for sharp attention), matrices that keep the scale."""
-    noise = torch.randn(shape, generator=generator)
-    if key.endswith(("q_norm.weight", "k_norm.weight")):
-        return 2.0 + 0.3 * noise
-    if key.endswith("norm.weight"):
-        return 1.0 + 0.2 * noise
-    if "embed_tokens" in key:
-        return 0.5 * noise
-    return 1.5 * noise / shape[-1] ** 0.5
-
-
-def make_golden(name: str, seed: int) -> None:
+def make_golden(name: str) -> None:
     """Writes `<name>/golden.npz`."""
-    model = load(GOLDENS / name)
-    generator = torch.Generator().manual_seed(1000 + seed)
+    checkpoint = CHECKPOINTS[name]
+    folder = GOLDENS / name
+    model = load(folder)
+    generator = torch.Generator().manual_seed(1000 + checkpoint.seed)
     arrays = {}
-    for n in PROMPT_LENGTHS:
+    for n in checkpoint.lengths:
         prompt = torch.randint(model.config.vocab_size, (n,), generator=generator)
         positions = kept_positions(n)
         tokens, gaps = greedy(model, prompt)
@@ -183,8 +128,15 @@ def make_golden(name: str, seed: int) -> None:
         arrays[f"logits_{n}"] = logits(model, prompt)[positions].numpy()
         arrays[f"greedy_{n}"] = tokens
         arrays[f"greedy_gaps_{n}"] = gaps
-        describe(f"{name} n={n}", model, prompt, gaps)
-    np.savez_compressed(GOLDENS / name / "golden.npz", **arrays)
+        describe(f"{name} n={n}", model, prompt, tokens, gaps)
+    np.savez_compressed(folder / "golden.npz", **arrays)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    varied = min(len(set(arrays[f"greedy_{n}"].tolist())) for n in checkpoint.lengths)
+    nearest = min(arrays[f"greedy_gaps_{n}"].min() for n in checkpoint.lengths)
+    print(
+        f"{name}: {size / 1e3:.0f} kB, at least {varied} distinct greedy tokens, "
+        f"smallest gap {nearest:.4f}"
+    )
 
 
 def make_codelm_golden() -> None:
@@ -196,7 +148,7 @@ def make_codelm_golden() -> None:
     rows = logits(model, prompt)[positions]
     top = rows.topk(64)
     tokens, gaps = greedy(model, prompt)
-    describe(f"codelm-16m n={len(prompt)}", model, prompt, gaps)
+    describe(f"codelm-16m n={len(prompt)}", model, prompt, tokens, gaps)
     print(tokenizer.decode(tokens))
     np.savez_compressed(
         GOLDENS / "codelm-16m.npz",
@@ -211,11 +163,26 @@ def make_codelm_golden() -> None:
     )
 
 
-def load(folder: pathlib.Path) -> transformers.Qwen3ForCausalLM:
-    """The checkpoint in float32 with the attention that is written out in plain torch."""
-    model = transformers.Qwen3ForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+def load(folder: pathlib.Path) -> transformers.PreTrainedModel:
+    """The checkpoint in float32, attention and experts written out in plain torch."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    plain = {
+        "dtype": torch.float32,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+    }
+    if hasattr(config, "quantization_config"):
+        # transformers would round the weights to bfloat16, and takes 200 rows in two blocks of 128
+        # for blocks of 100.
+        del config.quantization_config
+        model = transformers.AutoModelForCausalLM.from_config(config, **plain)
+        model.load_state_dict(dequantize(load_file(folder / "model.safetensors")))
+    else:
+        model, problems = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, **plain, output_loading_info=True
+        )
+        if any(problems.values()):
+            sys.exit(f"{folder.name} does not fit the model: {problems}")
     return model.eval()
 
 
@@ -226,13 +193,13 @@ def kept_positions(n: int) -> np.ndarray:
 
 
 @torch.no_grad()
-def logits(model: transformers.Qwen3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+def logits(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """[n, V] logits of one sequence, computed in one pass without a cache."""
     return model(tokens[None], use_cache=False).logits[0]
 
 
 def greedy(
-    model: transformers.Qwen3ForCausalLM, prompt: torch.Tensor
+    model: transformers.PreTrainedModel, prompt: torch.Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
     """Greedy continuation and top-2 logit gaps, the whole sequence computed anew each step."""
     tokens, gaps = prompt, []
@@ -245,7 +212,11 @@ def greedy(
 
 @torch.no_grad()
 def describe(
-    title: str, model: transformers.Qwen3ForCausalLM, prompt: torch.Tensor, gaps: np.ndarray
+    title: str,
+    model: transformers.PreTrainedModel,
+    prompt: torch.Tensor,
+    tokens: np.ndarray,
+    gaps: np.ndarray,
 ) -> None:
     """Prints how sharp the attention is, how varied the logits are, and the nearest tie."""
     output = model(prompt[None], use_cache=False, output_attentions=True)
@@ -253,7 +224,8 @@ def describe(
     shares = ", ".join(f"{share:.2f}" for share in sharpness)
     print(
         f"{title}: largest attention weight {shares}; logits' deviation "
-        f"{output.logits[0, -1].std():.2f}; smallest gap {gaps.min():.4f}"
+        f"{output.logits[0, -1].std():.2f}; {len(set(tokens.tolist()))} distinct greedy tokens; "
+        f"smallest gap {gaps.min():.4f}"
     )
 
 

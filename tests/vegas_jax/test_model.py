@@ -1,6 +1,4 @@
-"""The model against transformers (tests/goldens/make_goldens.py), and its pure functions."""
-
-from pathlib import Path
+"""The model's pure functions, its dtypes, and the shipped checkpoint."""
 
 import jax
 import jax.numpy as jnp
@@ -9,54 +7,23 @@ import pytest
 
 import vegas_jax
 from tests import tiny
+from tests.vegas_jax.test_goldens import GOLDENS, METHODS, padded
 from vegas_jax import Generator, SamplingParams, SpecConfig
 from vegas_jax.cache import init_cache
 from vegas_jax.model.forward import prefill_chunk
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
-LENGTHS = (1, 127, 128, 129, 400)
-METHODS = ("plain", "vegas")
 
-
-def padded(prompts: list[np.ndarray]) -> tuple[jax.Array, jax.Array]:
-    lengths = [len(p) for p in prompts]
-    tokens = np.zeros((len(prompts), max(lengths)), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
-
-
-@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-untied", "qwen3-mha"])
-class TestAgainstTransformers:
-    """Logits within 1e-4 in float32, greedy tokens equal."""
-
-    def test_logits(self, name):
-        model, params, _ = vegas_jax.load(GOLDENS / name, dtype="float32")
-        golden = np.load(GOLDENS / name / "golden.npz")
-        tokens, lengths = padded([golden[f"prompt_{n}"] for n in LENGTHS])
-        logits = vegas_jax.logits(model, params, tokens, lengths)
-        assert logits.dtype == jnp.float32
-        for row, n in zip(logits, LENGTHS, strict=True):
-            expected = golden[f"logits_{n}"]
-            np.testing.assert_allclose(row[golden[f"positions_{n}"]], expected, atol=1e-4)
-            assert not row[n:].any()
-
-    @pytest.mark.parametrize("method", METHODS)
-    def test_greedy_tokens(self, name, method):
-        model, params, _ = vegas_jax.load(GOLDENS / name, dtype="float32")
-        golden = np.load(GOLDENS / name / "golden.npz")
-        spec = SpecConfig(method=method, sparse_ratio=0.05, sparse_min_tokens=8)
-        generator = Generator(model, params, spec=spec, max_len=512)
-        completions = generator.generate(
-            [golden[f"prompt_{n}"] for n in LENGTHS],
-            SamplingParams(max_new_tokens=32, ignore_eos=True),
-        )
-        for n, completion in zip(LENGTHS, completions, strict=True):
-            assert completion.token_ids == tuple(golden[f"greedy_{n}"].tolist())
-        if method == "vegas":
-            assert sum(c.stats.accepted for c in completions) < sum(
-                c.stats.drafted for c in completions
-            )
+def test_experts_dequantised_at_load_are_those_that_stay_packed():
+    folder = GOLDENS / "gpt-oss-mxfp4"
+    packed, small, _ = vegas_jax.load(folder, dtype="float32")
+    model, params, _ = vegas_jax.load(folder, dtype="float32", dequantize=True)
+    assert packed.config.moe.packed
+    assert small["layers_0"]["mlp"]["gate_up_blocks"].dtype == jnp.uint8
+    assert params["layers_0"]["mlp"]["gate_up"].dtype == jnp.float32
+    tokens, lengths = padded([np.load(folder / "golden.npz")["prompt_129"]])
+    expected = vegas_jax.logits(model, params, tokens, lengths)
+    found = vegas_jax.logits(packed, small, tokens, lengths)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_the_shipped_checkpoint_is_that_of_transformers():

@@ -2,6 +2,14 @@
 
 from vegas_jax.checkpoint.hf_config import read_config
 from vegas_jax.checkpoint.huggingface import SHIPPED, Params, read_params, resolve
-from vegas_jax.checkpoint.loading import load
+from vegas_jax.checkpoint.loading import load, load_chat_template
 
-__all__ = ["SHIPPED", "Params", "load", "read_config", "read_params", "resolve"]
+__all__ = [
+    "SHIPPED",
+    "Params",
+    "load",
+    "load_chat_template",
+    "read_config",
+    "read_params",
+    "resolve",
+]

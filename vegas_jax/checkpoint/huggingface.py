@@ -5,12 +5,13 @@ host never has a second copy of the model.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from vegas_jax.checkpoint.hf_config import CONFIG_FILE
@@ -24,35 +25,45 @@ Place = Callable[[str, np.ndarray], jax.Array]
 
 ASSETS = Path(__file__).parents[1] / "assets"
 SHIPPED = ("codelm-16m",)
+ORBAX_PARAMS = "params"  # the folder that makes a checkpoint one of Orbax
+GGUF_SUFFIX = ".gguf"
 
 _PARAM_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def resolve(path_or_name: str | Path) -> Path:
-    """The folder of a checkpoint: an existing folder, or the name of one that is shipped.
+    """Where a checkpoint lies: an existing folder or GGUF file, or the name of a shipped one.
 
     A folder goes before a shipped checkpoint of the same name.
 
     Raises:
-      CheckpointError: it is neither, or the folder lacks config.json or *.safetensors.
+      CheckpointError: it is none of these, or the folder lacks config.json or weights.
     """
-    folder = Path(path_or_name)
-    if not folder.exists() and str(path_or_name) in SHIPPED:
-        folder = ASSETS / str(path_or_name)
-    if not folder.exists():
+    path = Path(path_or_name)
+    if not path.exists() and str(path_or_name) in SHIPPED:
+        path = ASSETS / str(path_or_name)
+    if not path.exists():
         problem = "does not exist"
-    elif not folder.is_dir():
+    elif path.is_file() and path.suffix == GGUF_SUFFIX:
+        return path
+    elif not path.is_dir():
         problem = "is not a folder"
-    elif not (folder / CONFIG_FILE).is_file():
+    elif not (path / CONFIG_FILE).is_file():
         problem = f"has no {CONFIG_FILE}"
-    elif not any(folder.glob("*.safetensors")):
-        problem = "has no *.safetensors"
+    elif not any(path.glob("*.safetensors")) and not is_orbax(path):
+        problem = f"has no *.safetensors and no {ORBAX_PARAMS}/"
     else:
-        return folder
+        return path
     raise CheckpointError(
         f"checkpoint {str(path_or_name)!r} {problem}, but must be a folder with {CONFIG_FILE} and "
-        f"*.safetensors, or a shipped name: {', '.join(SHIPPED)}"
+        f"*.safetensors or {ORBAX_PARAMS}/, a *{GGUF_SUFFIX} file, or a shipped name: "
+        f"{', '.join(SHIPPED)}"
     )
+
+
+def is_orbax(folder: Path) -> bool:
+    """Whether the weights are Orbax's; safetensors go before them."""
+    return (folder / ORBAX_PARAMS).is_dir() and not any(folder.glob("*.safetensors"))
 
 
 def read_params(
@@ -95,14 +106,55 @@ def build_params(
     place: Place | None = None,
 ) -> Params:
     """The parameters that a checkpoint's tensors make up; `source` names it in errors."""
-    dtype = jnp.dtype(dtype)
-    check(dtype.name in _PARAM_DTYPES, "dtype", dtype.name, f"one of {', '.join(_PARAM_DTYPES)}")
-    _check_tensors(tensors, config, source)
     params: Params = {}
-    for path, leaf in plan(config, tensors).items():
-        value = leaf.build([tensors[name] for name in leaf.sources], dtype)
-        _insert(params, path, jax.device_put(value) if place is None else place(path, value))
+    for path, value in read_leaves(tensors, config, jnp.dtype(dtype), source):
+        insert(params, path, jax.device_put(value) if place is None else place(path, value))
     return params
+
+
+def read_leaves(
+    tensors: dict[str, Tensor], config: ModelConfig, dtype: Any, source: Path
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Each parameter's path and value, one at a time, on the host.
+
+    The iterator keeps none of them: what is in memory is the parameter, and the tensor that is
+    being copied into it.
+
+    Args:
+      tensors: what `open_tensors` gave; their files stay open meanwhile.
+      config: what `read_config` gave.
+      dtype: of matrices and biases; None leaves each in what `stored_dtype` says.
+      source: names the checkpoint in errors.
+
+    Raises:
+      CheckpointError: at once, tensors that do not fit the config, as in `read_params`; later,
+        what goes wrong as one is read.
+      InputError: another `dtype` than bfloat16, float16 and float32.
+    """
+    if dtype is not None:
+        dtype = jnp.dtype(dtype)
+        allowed = f"one of {', '.join(_PARAM_DTYPES)}"
+        check(dtype.name in _PARAM_DTYPES, "dtype", dtype.name, allowed)
+    _check_tensors(tensors, config, source)
+    return _leaves(tensors, config, dtype)
+
+
+def _leaves(
+    tensors: dict[str, Tensor], config: ModelConfig, dtype: Any
+) -> Iterator[tuple[str, np.ndarray]]:
+    for path, leaf in plan(config, tensors).items():
+        parts = [tensors[name] for name in leaf.sources]
+        yield path, leaf.build(parts, stored_dtype(parts) if dtype is None else dtype)
+
+
+def stored_dtype(tensors: Sequence[Tensor]) -> np.dtype:
+    """The dtype that these tensors are stored in: float32 if they differ, bfloat16 for FP8.
+
+    bfloat16 also for MXFP4, whose values it holds exactly.
+    """
+    kinds = {tensor.dtype if tensor.dtype in FLOATS else "BF16" for tensor in tensors}
+    types = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
+    return np.dtype(types[kinds.pop()] if len(kinds) == 1 else np.float32)
 
 
 def _check_tensors(tensors: dict[str, Tensor], config: ModelConfig, source: Path) -> None:
@@ -127,7 +179,7 @@ def _check_tensors(tensors: dict[str, Tensor], config: ModelConfig, source: Path
         f"not of dtype {', '.join(FLOATS)}": [
             f"{tensor.name} {tensor.dtype}"
             for name, tensor, _ in found
-            if name not in packed and tensor.dtype not in FLOATS
+            if name not in packed and not tensor.is_float
         ],
         "not of dtype U8": [
             f"{tensor.name} {tensor.dtype}"
@@ -152,7 +204,8 @@ def _check_tied(tensors: dict[str, Tensor], source: Path) -> None:
         )
 
 
-def _insert(params: Params, path: str, leaf: jax.Array) -> None:
+def insert(params: Params, path: str, leaf: Any) -> None:
+    """Puts a leaf where its path, a/b/c, says."""
     *parents, last = path.split("/")
     for parent in parents:
         params = params.setdefault(parent, {})

@@ -136,6 +136,15 @@ def _gpt_oss_experts(moe: MoEConfig, embed: int, names: set[str]) -> dict[str, L
         "mlp/router": Leaf({"mlp.router.weight": (count, embed)}, _side_by_side),
         "mlp/router_bias": Leaf({"mlp.router.bias": (count,)}, _bias),
     }
+    if any(name.endswith("experts.gate_proj.weight") for name in names):  # GGUF
+        halves = [f"mlp.experts.{half}_proj" for half in HALVES]
+        down = "mlp.experts.down_proj"
+        return leaves | {
+            "mlp/gate_up": Leaf({f"{n}.weight": (count, inner, embed) for n in halves}, _stacked),
+            "mlp/gate_up_bias": Leaf({f"{n}.bias": (count, inner) for n in halves}, _bias),
+            "mlp/down": Leaf({f"{down}.weight": (count, embed, inner)}, _stacked),
+            "mlp/down_bias": Leaf({f"{down}.bias": (count, embed)}, _bias),
+        }
     for name, inputs, outputs in (("gate_up", embed, 2 * inner), ("down", inner, embed)):
         stored, interleaved = f"mlp.experts.{name}_proj", name == "gate_up"
         bias = {f"{stored}_bias": (count, outputs)}

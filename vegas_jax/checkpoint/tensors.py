@@ -42,10 +42,14 @@ class Tensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """safetensors' name of what `read` gives, but for FP8 without factors."""
+        """As it is stored."""
+
+    @property
+    def is_float(self) -> bool:
+        """Whether `read` gives floats of 16 or 32 bits."""
 
     def read(self) -> np.ndarray:
-        """The values, as floats of 16 or 32 bits unless they are packed."""
+        """The values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +69,11 @@ class StoredTensor:
     def dtype(self) -> str:
         """As stored."""
         return str(self.file.get_slice(self.name).get_dtype())
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the values need no factors."""
+        return self.dtype in FLOATS
 
     def read(self) -> np.ndarray:
         """All values."""
@@ -103,8 +112,13 @@ class BlockScaledTensor:
 
     @property
     def dtype(self) -> str:
-        """What dequantising gives."""
-        return "F32"
+        """Of the matrix."""
+        return self.values.dtype
+
+    @property
+    def is_float(self) -> bool:
+        """The product is."""
+        return True
 
     def read(self) -> np.ndarray:
         """The product of values and factors, float32."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from absl.flags import FlagValues
 
-from vegas_jax.checkpoint import resolve
+from vegas_jax.checkpoint import load_chat_template
 from vegas_jax.cli.prompts import Prompt, has_surrogates
 from vegas_jax.completion import Completion
 from vegas_jax.errors import InputError
@@ -83,7 +83,7 @@ def of_flags(values: FlagValues) -> Chat | None:
         )
     if has_surrogates(values.system or ""):
         raise InputError("--system is not valid UTF-8")
-    template = ChatTemplate.load(resolve(values.checkpoint), values.chat_template)
+    template = load_chat_template(values.checkpoint, values.chat_template)
     if template is None:
         raise InputError(
             f"checkpoint {values.checkpoint!r} has no chat template: give one with"

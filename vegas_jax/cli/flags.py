@@ -122,7 +122,10 @@ def unescape(text: str) -> str:
 
 def _define_input(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
-        "checkpoint", "codelm-16m", "Hugging Face folder, or the shipped name.", values
+        "checkpoint",
+        "codelm-16m",
+        "Hugging Face or Orbax folder, GGUF file, or the shipped name.",
+        values,
     )
     flags.DEFINE_multi_string(
         "prompt", [], "Prompt, taken as it is. Repeat it for prompt-0, prompt-1, ...", values
@@ -281,6 +284,12 @@ def _define_running(values: flags.FlagValues) -> None:
         "batch_size", 1, "Prompts decoded at a time.", lower_bound=1, flag_values=values
     )
     flags.DEFINE_enum("dtype", "auto", list(DTYPES), "Compute type; auto suits the device.", values)
+    flags.DEFINE_boolean(
+        "dequantize",
+        False,
+        "Widen experts stored as MXFP4 when they are loaded: four times their memory, less work.",
+        values,
+    )
     flags.DEFINE_enum("kernels", "auto", list(KERNELS), "Which implementations to run.", values)
     flags.DEFINE_string(
         "mesh",

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.progress import (
     Progress,
     SpinnerColumn,
     TaskID,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -141,6 +142,25 @@ class Stderr:
         # Older versions of rich print an empty line when even a disabled bar stops.
         with progress if self._is_terminal else contextlib.nullcontext():
             yield Bar(progress, task, prompts, max_new_tokens)
+
+    @contextlib.contextmanager
+    def share(self, label: str) -> Iterator[Callable[[float], None]]:
+        """A progress bar that is told the share that is done, where stderr is a terminal."""
+        progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not self._is_terminal,
+        )
+        task = progress.add_task(visible(label), total=1.0)
+        with progress if self._is_terminal else contextlib.nullcontext():
+            yield lambda done: progress.update(task, completed=done)
 
     def table(self, rows: Sequence[tuple[str, Totals]]) -> None:
         """The closing table: one row for each method that ran."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import MXFP4, grouped_matmul
 from pallas_kernels.grouped.mxfp4 import BLOCK
 from vegas_jax.model.config import MoEConfig
-from vegas_jax.model.layers import init_weight, precision_of
+from vegas_jax.model.layers import add_bias, init_weight, precision_of
 from vegas_jax.sharded_ops import sum_over_experts
 
 GATE_SLOPE = 1.702  # of gpt-oss's sigmoid
@@ -88,7 +88,7 @@ def mixture(
         preferred_element_type=jnp.float32,
     ).reshape(-1, config.num_experts)
     if config.biases:
-        logits += weights["router_bias"][None]
+        logits = add_bias(logits, weights["router_bias"])
     experts, shares = route(config, logits)
 
     rows = x.reshape(-1, hidden)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from vegas_jax.cache import LayerCache
 from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.experts import Experts
-from vegas_jax.model.layers import RMSNorm, init_weight, linear, precision_of
+from vegas_jax.model.layers import RMSNorm, add_bias, init_weight, linear, precision_of
 from vegas_jax.model.rope import apply_rope, rope_angles
 from vegas_jax.sharded_ops import write
 from vegas_jax.sharding import as_mesh, check_divisible, constrain_rows
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         fused = linear(x, qkv)
         if c.qkv_bias:
             bias = self.param("qkv_bias", nn.initializers.zeros, columns, self.dtype)
-            fused += jnp.expand_dims(bias, (0, 1))
+            fused = add_bias(fused, bias)
         if self.mesh is None:
             fused = fused.reshape(b, t, heads + 2 * kv_heads, dim)
             q, k, v = jnp.split(fused, [heads, heads + kv_heads], axis=2)
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         out = constrain_rows(linear(out.reshape(b, t, heads * dim), o), self.mesh)
         if c.o_bias:
             bias = self.param("o_bias", nn.initializers.zeros, o.shape[1:], self.dtype)
-            out += jnp.expand_dims(bias, (0, 1))
+            out = add_bias(out, bias)
         return out, cache, side
 
 

@@ -66,7 +66,9 @@ class ChatTemplate:
         config = _read_config(folder / CONFIG_FILE)
         if file is None and (folder / TEMPLATE_FILE).exists():
             file = folder / TEMPLATE_FILE
-        source = _read_text(Path(file)) if file is not None else _default_template(config, folder)
+        source = (
+            read_template(Path(file)) if file is not None else _default_template(config, folder)
+        )
         return None if source is None else cls(source, _special_tokens(config))
 
     def render(
@@ -201,7 +203,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _read_text(path: Path) -> str:
+def read_template(path: Path) -> str:
+    """A file's text; InputError where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -99,7 +99,7 @@ def engine(monkeypatch):
                 end = completion if i == last else None
                 yield Delta(text, (ord(text),), ((text, kind),), (), 0, end)
 
-    def load(name, dtype=None, kernels="auto", mesh=None):
+    def load(name, dtype=None, kernels="auto", dequantize=False, mesh=None):
         fake.loads.append((name, dtype, kernels))
         if fake.load_error is not None:
             raise fake.load_error
