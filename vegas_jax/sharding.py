@@ -13,6 +13,7 @@ respect (K KV heads, G query heads of each, D head_dim, E hidden size, F interme
     mlp/gate_up [E, 2, F]         split by F; of experts [X, E, 2 F], as it was, split by X
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -202,6 +203,36 @@ def param_shardings(model: "Transformer") -> Params:
     return _map(lambda path, _: NamedSharding(mesh, _spec(config, mesh, path)), shapes)
 
 
+def stored_shardings(model: "Transformer") -> Params:
+    """The same for parameters that have no axis more than without a mesh: what to restore them to.
+
+    Each device then has as much of a parameter as in the end, but of some other columns.
+    """
+
+    def flat(path: str, sharding: Any) -> NamedSharding:
+        spec = P(None, MODEL) if sharding.spec == P(None, None, MODEL) else sharding.spec
+        return NamedSharding(sharding.mesh, spec)
+
+    return _map(flat, param_shardings(model))
+
+
+def rearrange(model: "Transformer", params: Params) -> Params:
+    """Parameters that lie as `stored_shardings` says, as the model's mesh wants them."""
+    mesh, config = model.mesh, model.config
+    if mesh is None:
+        return params
+
+    def move(path: str, leaf: Array) -> Array:
+        arranged = functools.partial(_arranged, config, path)
+        if jax.eval_shape(arranged, leaf).shape == leaf.shape:
+            return leaf
+        sharding = NamedSharding(mesh, _spec(config, mesh, path))
+        moved: Array = jax.jit(arranged, out_shardings=sharding)(leaf)
+        return moved
+
+    return _map(move, params)
+
+
 def shard_params(model: "Transformer", params: Params) -> Params:
     """Parameters as they are without a mesh, put where the model's mesh has them."""
     return _map(placer(model), params)
@@ -240,14 +271,15 @@ def _spec(config: ModelConfig, mesh: Mesh, path: str) -> P:
     return _SPECS.get(end, P())
 
 
-def _arranged(config: ModelConfig, path: str, value: np.ndarray) -> np.ndarray:
-    """A parameter in the shape that it has on a mesh."""
+def _arranged(config: ModelConfig, path: str, value: Any) -> Any:
+    """A parameter, of numpy or JAX, in the shape that it has on a mesh."""
     if path.endswith(("attn/qkv", "attn/qkv_bias")):
+        numpy: Any = np if isinstance(value, np.ndarray) else jnp
         kv_heads, dim = config.num_kv_heads, config.head_dim
         heads = value.reshape(*value.shape[:-1], -1, dim)
-        parts = np.split(heads, [config.num_heads, config.num_heads + kv_heads], axis=-2)
+        parts = numpy.split(heads, [config.num_heads, config.num_heads + kv_heads], axis=-2)
         groups = [part.reshape(*part.shape[:-2], kv_heads, -1, dim) for part in parts]
-        return np.concatenate(groups, axis=-2)
+        return numpy.concatenate(groups, axis=-2)
     if path.endswith("mlp/gate_up") and value.ndim == 2:
         return value.reshape(value.shape[0], 2, -1)
     return value

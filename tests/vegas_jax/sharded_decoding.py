@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = (
@@ -24,6 +25,7 @@ import pytest
 import vegas_jax
 from tests import tiny
 from vegas_jax import Generator, Processors, SamplingParams, SpecConfig, Transformer, sharding, spec
+from vegas_jax.checkpoint.conversion import to_orbax
 from vegas_jax.compiled import decode_jit
 from vegas_jax.errors import InputError
 from vegas_jax.model.config import MoEConfig
@@ -154,16 +156,20 @@ def check_generator(mesh):
     assert decode_jit._cache_size() == 1
 
 
-def check_loading(mesh):
+def check_loading(mesh, folder):
     """Leaf by leaf what placing the loaded parameters gives, each device's part its own."""
-    folder = ROOT / "tests/goldens/qwen3-untied"
-    _, whole, _ = vegas_jax.load(folder, dtype="float32")
-    model, params, _ = vegas_jax.load(folder, dtype="float32", mesh=mesh)
-    jax.tree.map(np.testing.assert_array_equal, params, sharding.shard_params(model, whole))
-    shardings = sharding.param_shardings(model)
-    assert jax.tree.all(jax.tree.map(lambda leaf, at: leaf.sharding == at, params, shardings))
-    o = params["layers_0"]["attn"]["o"]
-    assert o.addressable_shards[0].data.size * mesh.shape["model"] == o.size
+    for name in ("qwen3-untied", "gpt-oss-mxfp4"):
+        source, converted = ROOT / "tests/goldens" / name, Path(folder) / name
+        _, whole, _ = vegas_jax.load(source, dtype="float32")
+        to_orbax(source, converted)
+        for checkpoint in (source, converted):
+            model, params, _ = vegas_jax.load(checkpoint, dtype="float32", mesh=mesh)
+            expected = sharding.shard_params(model, whole)
+            jax.tree.map(np.testing.assert_array_equal, params, expected)
+            places = jax.tree.map(lambda leaf: leaf.sharding, params)
+            assert places == sharding.param_shardings(model)
+            o = params["layers_0"]["attn"]["o"]
+            assert o.addressable_shards[0].data.size * mesh.shape["model"] == o.size
 
 
 def check_refusals():
@@ -200,7 +206,8 @@ def main(text: str) -> None:
     if text == "data:2,model:2":
         check_generator(mesh)
     if text == "data:1,model:1":
-        check_loading(sharding.parse_mesh("data:2,model:2"))
+        with tempfile.TemporaryDirectory() as folder:
+            check_loading(sharding.parse_mesh("data:2,model:2"), folder)
         check_refusals()
 
 

@@ -108,8 +108,7 @@ def build_params(
     """The parameters that a checkpoint's tensors make up; `source` names it in errors."""
     params: Params = {}
     for path, value in read_leaves(tensors, config, jnp.dtype(dtype), source):
-        leaf = jax.device_put(value) if place is None else place(path, value)
-        insert(params, path, leaf)
+        insert(params, path, jax.device_put(value) if place is None else place(path, value))
     return params
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
 from jax.sharding import Mesh
 
 from pallas_kernels.dispatch import KERNELS, lacks
@@ -15,18 +14,15 @@ from vegas_jax.checkpoint.hf_config import config_of, read_config, read_fp8_bloc
 from vegas_jax.checkpoint.huggingface import (
     GGUF_SUFFIX,
     Params,
-    Place,
     build_params,
-    insert,
     is_orbax,
     read_params,
     resolve,
 )
 from vegas_jax.checkpoint.json_fields import Fields
 from vegas_jax.errors import InputError, check
-from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.transformer import Transformer
-from vegas_jax.sharding import placer
+from vegas_jax.sharding import placer, rearrange, stored_shardings
 from vegas_jax.text import tokenizer as text_tokenizer
 from vegas_jax.text.chat import ChatTemplate, read_template
 from vegas_jax.text.tokenizer import Tokenizer
@@ -70,16 +66,13 @@ def load(
         file = _open_gguf(folder, folder.stat().st_mtime)
         config = config_of(Fields(file.config, folder))
         model = Transformer(config, dtype, kernels, mesh)
-        place = None if mesh is None else placer(model)
-        params = build_params(dict(file.tensors), config, dtype, folder, place)
+        params = build_params(dict(file.tensors), config, dtype, folder, placer(model))
         found = None if file.tokenizer is None else Tokenizer(file.tokenizer)
         return model, params, found
     config = read_config(folder, dequantize=dequantize)
     tokenizer = text_tokenizer.load(folder)
     model = Transformer(config, dtype, kernels, mesh)
-    place = None if mesh is None else placer(model)
-    params = _params(folder, config, dtype, place)
-    return model, params, tokenizer
+    return model, _params(folder, model), tokenizer
 
 
 def load_chat_template(
@@ -100,18 +93,15 @@ def load_chat_template(
     return None if source is None else ChatTemplate(source, special)
 
 
-def _params(folder: Path, config: ModelConfig, dtype: Any, place: Place | None) -> Params:
+def _params(folder: Path, model: Transformer) -> Params:
+    config, dtype = model.config, model.dtype
     if not is_orbax(folder):
-        return read_params(folder, config, dtype, read_fp8_block(folder), place)
+        return read_params(folder, config, dtype, read_fp8_block(folder), placer(model))
     from vegas_jax.checkpoint import orbax  # slow to import
 
-    params = orbax.restore_params(folder, config, dtype)
-    if place is None:
-        return params
-    placed: Params = {}
-    for path, leaf in traverse_util.flatten_dict(params, sep="/").items():
-        insert(placed, path, place(path, leaf))
-    return placed
+    if model.mesh is None:
+        return orbax.restore_params(folder, config, dtype)
+    return rearrange(model, orbax.restore_params(folder, config, dtype, stored_shardings(model)))
 
 
 # Reading the vocabulary takes seconds, and a chat needs it twice.

@@ -218,8 +218,7 @@ def _load(
     start = time.perf_counter()
     dtype = None if values.dtype == "auto" else values.dtype
     name = values.checkpoint
-    options = {"dequantize": values.dequantize, "mesh": values.mesh}
-    loaded = running.load(name, dtype, values.kernels, **options)
+    loaded = running.load(name, dtype, values.kernels, values.dequantize, values.mesh)
     stderr.note(f"loaded {name} in {time.perf_counter() - start:.1f} s")
     requests = running.encode(loaded, prompts, chat, values.max_prompt_tokens, stderr)
     longest = max(len(request.token_ids) for request in requests)

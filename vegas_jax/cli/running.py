@@ -54,15 +54,14 @@ class Request:
 
 
 def load(
-    checkpoint: str, dtype: str | None, kernels: str, dequantize: bool, mesh: str | None = None
+    checkpoint: str, dtype: str | None, kernels: str, dequantize: bool, mesh: str | None
 ) -> Engine:
     """Loads a checkpoint; CheckpointError says what is wrong with it."""
     devices = None if mesh is None else parse_mesh(mesh)
-    return Engine(
-        *vegas_jax.load(
-            checkpoint, dtype=dtype, kernels=kernels, dequantize=dequantize, mesh=devices
-        )
+    loaded = vegas_jax.load(
+        checkpoint, dtype=dtype, kernels=kernels, dequantize=dequantize, mesh=devices
     )
+    return Engine(*loaded)
 
 
 def encode(

@@ -18,8 +18,8 @@ def linear(x: Float[Array, "b T i"], weight: Float[Array, "i *o"]) -> Float[Arra
     return jnp.einsum("bti,i...->bt...", x, weight, precision=precision_of(x.dtype))
 
 
-def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x + bias, the same for all rows."""
+def add_bias(x: Float[Array, "*rest o"], bias: Float[Array, "*last o"]) -> Float[Array, "*rest o"]:
+    """x + bias, which has the last axes of x alone: the same for all rows."""
     return x + jnp.expand_dims(bias, range(x.ndim - bias.ndim))
 
 
