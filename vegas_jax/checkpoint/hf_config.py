@@ -75,7 +75,6 @@ def config_of(
             num_kv_heads=_num_kv_heads(fields),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             eos_token_ids=tuple(sorted(i for i in ends if 0 <= i < vocab_size)),
-            rope_scaling=_rope_scaling(fields),
             **settings,
         )
     except CheckpointError:
@@ -90,9 +89,7 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
     fields.require("attention_bias", False)
     return {
         "head_dim": fields.integer("head_dim", 128),
-        "rms_norm_eps": fields.positive("rms_norm_eps", 1e-6),
-        "rope_theta": _rope(fields).positive("rope_theta"),
-        "max_position_embeddings": fields.integer("max_position_embeddings", 32768),
+        **_norm_and_rope(fields, longest=32768),
     }
 
 
@@ -112,9 +109,7 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     )
     return {
         "head_dim": _head_dim(fields),
-        "rms_norm_eps": fields.positive("rms_norm_eps", 1e-6),
-        "rope_theta": _rope(fields).positive("rope_theta"),
-        "max_position_embeddings": fields.integer("max_position_embeddings", 32768),
+        **_norm_and_rope(fields, longest=32768),
         "moe": moe,
     }
 
@@ -126,9 +121,7 @@ def _llama(fields: Fields) -> dict[str, Any]:
     bias = fields.boolean("attention_bias", False)
     return {
         "head_dim": _head_dim(fields),
-        "rms_norm_eps": fields.positive("rms_norm_eps", 1e-6),
-        "rope_theta": _rope(fields).positive("rope_theta", 1e4),
-        "max_position_embeddings": fields.integer("max_position_embeddings", 2048),
+        **_norm_and_rope(fields, longest=2048, theta=1e4),
         "qk_norm": False,
         "qkv_bias": bias,
         "o_bias": bias,
@@ -140,9 +133,7 @@ def _qwen2(fields: Fields) -> dict[str, Any]:
     _require_plain(fields)
     return {
         "head_dim": _head_dim(fields),
-        "rms_norm_eps": fields.positive("rms_norm_eps", 1e-6),
-        "rope_theta": _rope(fields).positive("rope_theta", 1e4),
-        "max_position_embeddings": fields.integer("max_position_embeddings", 32768),
+        **_norm_and_rope(fields, longest=32768, theta=1e4),
         "qk_norm": False,
         "qkv_bias": True,
     }
@@ -155,9 +146,7 @@ def _mistral(fields: Fields) -> dict[str, Any]:
         raise fields.wrong("sliding_window", "null or absent: no layer would see the whole context")
     return {
         "head_dim": _head_dim(fields),
-        "rms_norm_eps": fields.positive("rms_norm_eps", 1e-6),
-        "rope_theta": _rope(fields).positive("rope_theta", 1e4),
-        "max_position_embeddings": fields.integer("max_position_embeddings", 131072),
+        **_norm_and_rope(fields, longest=131072, theta=1e4),
         "qk_norm": False,
     }
 
@@ -186,9 +175,7 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     )
     return {
         "head_dim": fields.integer("head_dim", 64),
-        "rms_norm_eps": fields.positive("rms_norm_eps", 1e-5),
-        "rope_theta": _rope(fields).positive("rope_theta"),
-        "max_position_embeddings": fields.integer("max_position_embeddings", 131072),
+        **_norm_and_rope(fields, longest=131072, eps=1e-5),
         "qk_norm": False,
         "qkv_bias": bias,
         "o_bias": bias,
@@ -259,6 +246,19 @@ def _head_dim(fields: Fields) -> int:
     return fields.integer("hidden_size") // fields.integer("num_attention_heads")
 
 
+def _norm_and_rope(
+    fields: Fields, *, longest: int, theta: float | None = None, eps: float = 1e-6
+) -> dict[str, Any]:
+    """What every architecture has, with what transformers' class takes for absent keys."""
+    longest, rope = fields.integer("max_position_embeddings", longest), _rope(fields)
+    return {
+        "rms_norm_eps": fields.positive("rms_norm_eps", eps),
+        "rope_theta": rope.positive("rope_theta", theta),
+        "rope_scaling": _rope_scaling(rope, longest),
+        "max_position_embeddings": longest,
+    }
+
+
 def _rope(fields: Fields) -> Fields:
     """The rope settings; `rope_scaling` goes first, as in transformers, but may lack the theta."""
     key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
@@ -267,8 +267,7 @@ def _rope(fields: Fields) -> Fields:
     return Fields(theta | rope.values, Path(f"{fields.path}: {key}") if rope.values else rope.path)
 
 
-def _rope_scaling(fields: Fields) -> RopeScaling | None:
-    rope = _rope(fields)
+def _rope_scaling(rope: Fields, longest: int) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -277,7 +276,6 @@ def _rope_scaling(fields: Fields) -> RopeScaling | None:
         key = "rope_type" if "rope_type" in rope.values else "type"
         choices = ", ".join(map(json.dumps, ("default", *supported)))
         raise rope.wrong(key, f"one of {choices} or absent")
-    longest = fields.integer("max_position_embeddings", 32768)
     original = rope.integer("original_max_position_embeddings", longest)
     absent = longest / original if kind == "yarn" else None
     settings: dict[str, Any] = {

@@ -57,7 +57,7 @@ class Leaf:
 def plan(config: ModelConfig, names: Collection[str]) -> dict[str, Leaf]:
     """Every parameter by its path; `names` tells which of several layouts experts are stored in."""
     c = config
-    leaves = {"embed": Leaf({EMBEDDING: (c.vocab_size, c.hidden_size)}, _embedding)}
+    leaves = {"embed": Leaf({EMBEDDING: (c.vocab_size, c.hidden_size)}, _as_stored)}
     for i in range(c.num_layers):
         layer = _attention(c)
         if c.moe is not None and i in c.moe.layers:
@@ -165,10 +165,6 @@ def _gpt_oss_experts(moe: MoEConfig, embed: int, names: set[str]) -> dict[str, L
             build = _uninterleaved(_from_mxfp4, interleaved, axis=2)
             leaves[f"mlp/{name}"] = Leaf(blocks | scales, build, packed=True)
     return leaves
-
-
-def _embedding(tensors: Sequence[Tensor], dtype: Any) -> np.ndarray:
-    return cast(tensors[0], dtype)
 
 
 def _as_stored(tensors: Sequence[Tensor], dtype: Any) -> np.ndarray:

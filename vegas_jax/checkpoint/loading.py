@@ -12,7 +12,6 @@ from pallas_kernels.dispatch import KERNELS, lacks
 from vegas_jax.checkpoint.gguf import GGUF, open_gguf
 from vegas_jax.checkpoint.hf_config import config_of, read_config, read_fp8_block
 from vegas_jax.checkpoint.huggingface import (
-    GGUF_SUFFIX,
     Params,
     build_params,
     is_orbax,
@@ -62,7 +61,7 @@ def load(
         raise InputError(f"kernels is {kernels!r}, which needs {lacking}")
     dtype = default_dtype() if dtype is None else _dtype(dtype)
     folder = resolve(path_or_name)
-    if folder.suffix == GGUF_SUFFIX:
+    if folder.is_file():  # GGUF
         file = _open_gguf(folder, folder.stat().st_mtime)
         config = config_of(Fields(file.config, folder))
         model = Transformer(config, dtype, kernels, mesh)
@@ -84,7 +83,7 @@ def load_chat_template(
       InputError: see `ChatTemplate`; a CheckpointError where the checkpoint is at fault.
     """
     folder = resolve(path_or_name)
-    if folder.suffix != GGUF_SUFFIX:
+    if folder.is_dir():
         return ChatTemplate.load(folder, file)
     found = _open_gguf(folder, folder.stat().st_mtime)
     tokens = {"bos_token": found.bos_token, "eos_token": found.eos_token}

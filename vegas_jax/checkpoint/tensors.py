@@ -6,6 +6,7 @@ they are read.
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,12 +85,21 @@ class StoredTensor:
 
     def _read_fp8(self) -> np.ndarray:
         """numpy has no such type, and safetensors asks numpy; the file's header says where."""
+        data, header = _header(self.path, self.path.stat().st_mtime_ns)
+        start, end = header[self.name]["data_offsets"]
         with self.path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            start, end = json.loads(file.read(size))[self.name]["data_offsets"]
-            file.seek(8 + size + start)
+            file.seek(data + start)
             values = np.frombuffer(file.read(end - start), ml_dtypes.float8_e4m3fn)
         return values.reshape(self.shape)
+
+
+# A file of experts has thousands of tensors, which would each read it again.
+@functools.lru_cache(maxsize=1)
+def _header(path: Path, changed: int) -> tuple[int, dict[str, Any]]:
+    """Where the bytes of tensors begin, and what a safetensors file says of each."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return 8 + size, json.loads(file.read(size))
 
 
 @dataclasses.dataclass(frozen=True)
