@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from absl import flags
 
 from vegas_jax.checkpoint import conversion
+from vegas_jax.cli.flags import DTYPES, parse_into
 from vegas_jax.cli.terminal import Stderr, say_error
 from vegas_jax.errors import InputError
-
-_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +69,7 @@ def _parse(argv: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_enum(
         "dtype",
         "auto",
-        list(_DTYPES),
+        list(DTYPES),
         "With --hf: what matrices and biases are written in; auto leaves them as they are stored,"
         " and makes bfloat16 of FP8.",
         values,
@@ -86,13 +85,7 @@ def _parse(argv: Sequence[str]) -> flags.FlagValues:
         "overwrite", False, "Replace the checkpoint at --out, once the new one is complete.", values
     )
     flags.DEFINE_boolean("help", False, "Show this help.", short_name="h", flag_values=values)
-    values.set_gnu_getopt(True)
-    try:
-        rest = values(["vegas_jax.convert", *argv])[1:]
-    except UnicodeDecodeError as error:  # absl reads flagfiles as text and lets this through
-        raise flags.Error(f"the flagfile is not UTF-8: bad byte at offset {error.start}") from None
-    if rest:
-        raise flags.Error(f"unexpected argument {rest[0]!r}: give folders with --hf and --out")
+    parse_into(values, "vegas_jax.convert", argv, "give folders with --hf and --out")
     return values
 
 

@@ -83,16 +83,20 @@ def parse(argv: Sequence[str]) -> flags.FlagValues:
     Raises absl's `flags.Error` for an unknown flag, a bad value or an argument that is no flag.
     """
     values = define()
+    hint = "give prompts with --prompt or --prompt_file"
+    parse_into(values, "vegas_jax.decode", argv, hint)
+    return values
+
+
+def parse_into(values: flags.FlagValues, program: str, argv: Sequence[str], hint: str) -> None:
+    """Parses a program's arguments; absl's `flags.Error` as in `parse`, `hint` for no flag."""
     values.set_gnu_getopt(True)
     try:
-        rest = values(["vegas_jax.decode", *argv])[1:]
+        rest = values([program, *argv])[1:]
     except UnicodeDecodeError as error:  # absl reads flagfiles as text and lets this through
         raise flags.Error(f"the flagfile is not UTF-8: bad byte at offset {error.start}") from None
     if rest:
-        raise flags.Error(
-            f"unexpected argument {rest[0]!r}: give prompts with --prompt or --prompt_file"
-        )
-    return values
+        raise flags.Error(f"unexpected argument {rest[0]!r}: {hint}")
 
 
 def spec_config(values: flags.FlagValues) -> SpecConfig:
