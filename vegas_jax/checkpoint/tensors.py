@@ -23,6 +23,13 @@ Shape = tuple[int, ...]
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATS = ("BF16", "F16", "F32")
+_TYPES = {
+    "BF16": ml_dtypes.bfloat16,
+    "F16": np.float16,
+    "F32": np.float32,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "U8": np.uint8,
+}
 
 # What may stand before the names of a language model's tensors, in the order in which it is tried.
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
@@ -77,24 +84,20 @@ class StoredTensor:
         return self.dtype in FLOATS
 
     def read(self) -> np.ndarray:
-        """All values."""
-        if self.dtype == "F8_E4M3":
-            return self._read_fp8()
-        with named_errors(self.path):
-            return np.asarray(self.file.get_tensor(self.name))
+        """All values.
 
-    def _read_fp8(self) -> np.ndarray:
-        """numpy has no such type, and safetensors asks numpy; the file's header says where."""
-        data, header = _header(self.path, self.path.stat().st_mtime_ns)
-        start, end = header[self.name]["data_offsets"]
-        with self.path.open("rb") as file:
-            file.seek(data + start)
-            values = np.frombuffer(file.read(end - start), ml_dtypes.float8_e4m3fn)
-        return values.reshape(self.shape)
+        Not through safetensors, which maps the file into memory, where all that has been read would
+        stay, and which gives numpy no FP8; the file's header says where the bytes are.
+        """
+        with named_errors(self.path):
+            data, header = _header(self.path, self.path.stat().st_mtime_ns)
+            start, end = header[self.name]["data_offsets"]
+            values = np.fromfile(self.path, np.uint8, end - start, offset=data + start)
+        return values.view(_TYPES[self.dtype]).reshape(self.shape)
 
 
 # A file of experts has thousands of tensors, which would each read it again.
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=4)
 def _header(path: Path, changed: int) -> tuple[int, dict[str, Any]]:
     """Where the bytes of tensors begin, and what a safetensors file says of each."""
     with path.open("rb") as file:
