@@ -72,6 +72,27 @@ class SelectShape:
     k: int
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertsShape:
+    """A product of a layer with a mixture of experts.
+
+    Attributes:
+      model: its name.
+      experts: X.
+      chosen: experts of a token.
+      inputs: columns of the rows.
+      outputs: columns of their products.
+      packed: whether the matrices are MXFP4.
+    """
+
+    model: str
+    experts: int
+    chosen: int
+    inputs: int
+    outputs: int
+    packed: bool
+
+
 SIZES = ((1, 128 * 1024), (4, 96 * 1024), (8, 32 * 1024), (32, 10 * 1024))  # B, S
 TOKENS = (1, 7)  # T: a plain step, and six drafts verified
 
@@ -92,8 +113,16 @@ SELECTIONS: tuple[SelectShape, ...] = (
     SelectShape(36, 8, 2 * 1024, 144),  # 32K keys in blocks of 16
     SelectShape(1, 1, 128 * 1024, 9216),
 )
+EXPERTS = (
+    ExpertsShape("Qwen3-30B-A3B", 128, 8, 2048, 1536, packed=False),
+    ExpertsShape("Qwen3-30B-A3B", 128, 8, 768, 2048, packed=False),
+    ExpertsShape("gpt-oss-20b", 32, 4, 2880, 5760, packed=True),
+    ExpertsShape("gpt-oss-20b", 32, 4, 2880, 2880, packed=True),
+)
+EXPERT_TOKENS = (1, 8, 56, 512)  # that one call multiplies; 56 are eight sequences of TOKENS[1]
 
 # One of each, for a quick look.
+QUICK_EXPERTS, QUICK_EXPERT_TOKENS = EXPERTS[::2], (8,)
 QUICK_CACHE = CacheShape(QWEN3_8B, 8, 32 * 1024)
 QUICK_SELECTIONS: tuple[SelectShape, ...] = (SELECTIONS[0], SELECTIONS[3])
 
@@ -101,3 +130,5 @@ QUICK_SELECTIONS: tuple[SelectShape, ...] = (SELECTIONS[0], SELECTIONS[3])
 SMALL_CACHE = CacheShape(Heads("Qwen3-8B / 4", query=8, kv=2, dim=128), 2, 2048)
 SMALL_KEYS = 256
 SMALL_SELECTION = SelectShape(4, 2, 2048, 144)
+SMALL_EXPERTS = (ExpertsShape("small", 8, 2, 64, 96, packed=True),)
+SMALL_EXPERT_TOKENS = (5,)

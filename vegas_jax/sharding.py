@@ -182,6 +182,21 @@ def state_shardings(mesh: Mesh, state: "DecodeState") -> "DecodeState":
     )
 
 
+def param_shapes(model: "Transformer") -> Params:
+    """Shape and dtype of each parameter, as they are without a mesh: a tree like the parameters."""
+    config = model.config
+
+    def init() -> Any:
+        token = jnp.zeros((1, 1), jnp.int32)
+        rows = jnp.zeros((1, config.num_kv_heads, 1, config.head_dim), model.dtype)
+        caches = ((rows, rows),) * config.num_layers
+        whole, key = model.clone(mesh=None), jax.random.key(0)
+        return whole.init(key, token, token, caches, token[0], lambda i, q, *rest: (q, None))
+
+    shapes: Params = jax.eval_shape(init)["params"]
+    return shapes
+
+
 def param_shardings(model: "Transformer") -> Params:
     """The sharding of each parameter on the model's mesh: a tree like the parameters.
 
@@ -191,15 +206,7 @@ def param_shardings(model: "Transformer") -> Params:
     mesh, config = model.mesh, model.config
     if mesh is None:
         raise InputError("mesh is None, but must be a mesh for parameters to be split over")
-
-    def init() -> Any:
-        token = jnp.zeros((1, 1), jnp.int32)
-        rows = jnp.zeros((1, config.num_kv_heads, 1, config.head_dim), model.dtype)
-        caches = ((rows, rows),) * config.num_layers
-        whole, key = model.clone(mesh=None), jax.random.key(0)
-        return whole.init(key, token, token, caches, token[0], lambda i, q, *rest: (q, None))
-
-    shapes = jax.eval_shape(init)["params"]
+    shapes = param_shapes(model)
     return _map(lambda path, _: NamedSharding(mesh, _spec(config, mesh, path)), shapes)
 
 

@@ -10,15 +10,16 @@ from typing import NoReturn
 
 import jax
 
-from pallas_kernels.bench import select, sparse, timing, verify
+from pallas_kernels.bench import grouped, select, sparse, timing, verify
 from pallas_kernels.bench.cases import Machine
 from pallas_kernels.dispatch import device_name
 
-OPS = {"verify": verify.run, "sparse": sparse.run, "select": select.run}
+OPS = {"verify": verify.run, "sparse": sparse.run, "select": select.run, "grouped": grouped.run}
 TITLES = {
     "verify": "verify_attention: T tokens over the whole cache, scored by the first and last",
     "sparse": "sparse_attention: a step over listed blocks",
     "select": "select_top_k",
+    "grouped": "grouped_matmul: tokens through their experts",
 }
 
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--op", type=ops, default=list(OPS), help=f"some of {','.join(OPS)}; all by default"
     )
-    parser.add_argument("--quick", action="store_true", help="Qwen3-8B's heads at 8 x 32K alone")
+    parser.add_argument("--quick", action="store_true", help="one or two shapes of each op")
     parser.add_argument(
         "--threads",
         type=int,

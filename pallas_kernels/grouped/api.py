@@ -5,10 +5,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import as_int32, require, require_array, require_shape
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.grouped import reference, xla
+from pallas_kernels.grouped import reference, triton, xla
 from pallas_kernels.grouped.mxfp4 import BLOCK, MXFP4
 
 IMPLEMENTATIONS = {
+    "triton": Implementation(triton.grouped_matmul, triton.refuses),
     "xla": Implementation(xla.grouped_matmul),
     "reference": Implementation(reference.grouped_matmul),
 }

@@ -10,11 +10,16 @@ from pallas_kernels.grouped.mxfp4 import MXFP4, dequantize
 def grouped_matmul(
     x: Float[Array, "M k"], weights: Float[Array, "X k n"] | MXFP4, sizes: Int[Array, " X"]
 ) -> Float[Array, "M n"]:
-    """See the public op."""
-    if isinstance(weights, MXFP4):
-        weights = dequantize(weights, jnp.dtype(jnp.float32))
+    """See the public op; a row after another, so that a large model's matrices fit."""
     row = jnp.arange(x.shape[0])
-    group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
-    wide = x.astype(jnp.float32), weights[group].astype(jnp.float32)
-    out = jnp.einsum("mk,mkn->mn", *wide, precision=jax.lax.Precision.HIGHEST)
-    return out.astype(x.dtype)
+    groups = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
+
+    def multiply(row: tuple[Array, Array]) -> Array:
+        values, group = row
+        matrix = jax.tree.map(lambda w: w[group], weights)
+        if isinstance(weights, MXFP4):
+            matrix = dequantize(matrix, jnp.dtype(jnp.float32))
+        wide = values.astype(jnp.float32), matrix.astype(jnp.float32)
+        return jnp.dot(*wide, precision=jax.lax.Precision.HIGHEST).astype(x.dtype)
+
+    return jax.lax.map(multiply, (x, groups))

@@ -34,9 +34,9 @@ def test_checks_and_times_every_op(tiny, capsys):
     text = capsys.readouterr().out
     assert text.startswith("There is no GPU here")
     assert [line for line in text.splitlines() if line.startswith("### ")] == [
-        f"### {command.TITLES[op]}" for op in ("verify", "sparse", "select")
+        f"### {command.TITLES[op]}" for op in ("verify", "sparse", "select", "grouped")
     ]
-    for table, count in zip(text.split("### ")[1:], (5, 2, 2), strict=True):
+    for table, count in zip(text.split("### ")[1:], (5, 2, 2, 1), strict=True):
         assert len(rows(table, "error")) == count
         assert all(float(error) < 2e-2 for error in rows(table, "error"))
         assert all(float(us) > 0 for us in rows(table, "us"))

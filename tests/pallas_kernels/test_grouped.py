@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import MXFP4, grouped_matmul
 from pallas_kernels.grouped import dequantize
-from pallas_kernels.grouped.xla import block_rows
+from pallas_kernels.grouped.xla import block_rows, by_ragged_dot
 
 
 def arrays(sizes, inputs=32, outputs=24, seed=0):
@@ -73,6 +73,15 @@ def test_packed_matrices_are_the_dequantised_ones(dtype):
     # Sums of 64 products in another order, relative to their terms (up to 6 * 2**3).
     tolerance = {"float32": 1e-4, "bfloat16": 2.0}[dtype]
     np.testing.assert_allclose(*(y.astype(jnp.float32) for y in (found, expected)), atol=tolerance)
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 4], [0, 0, 7], [7, 0, 0]])
+def test_accelerators_without_a_kernel_multiply_the_same(sizes):
+    x, weights, sizes_array = arrays(sizes, inputs=64)
+    for matrices in (weights, packed(3, 64, 24)):
+        found = by_ragged_dot(x, matrices, sizes_array)
+        expected = grouped_matmul(x, matrices, sizes_array, kernels="reference")
+        np.testing.assert_allclose(found, expected, atol=1e-4)  # terms are up to 6 * 2**3
 
 
 def test_four_bits_are_those_of_the_standard():

@@ -5,19 +5,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, select_top_k, sparse_attention, verify_attention
+from pallas_kernels import (
+    dispatch,
+    grouped_matmul,
+    select_top_k,
+    sparse_attention,
+    verify_attention,
+)
+from pallas_kernels.grouped import triton as grouped_triton
 from pallas_kernels.select import triton as select_triton
 from pallas_kernels.sparse import triton as sparse_triton
 from pallas_kernels.verify import triton as verify_triton
 from tests.pallas_kernels import triton_interpreter
 from tests.pallas_kernels.arrays import TOLERANCE, assert_close, random_attention
+from tests.pallas_kernels.test_grouped import packed
 
 POISON = [np.nan, np.inf, -np.inf, 1e4]
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    for module in (select_triton, sparse_triton, verify_triton):
+    for module in (grouped_triton, select_triton, sparse_triton, verify_triton):
         monkeypatch.setattr(module, "launch", triton_interpreter.launch)
     monkeypatch.setattr(dispatch, "lacks", lambda kernels: None)
 
@@ -126,6 +134,40 @@ def test_selects(monkeypatch, lead, size, max_k, kind):
     for actual, expected in zip(*both(select_top_k, (scores, k), max_k=max_k), strict=True):
         assert actual.dtype == jnp.int32
         np.testing.assert_array_equal(actual, expected)
+
+
+# Sizes of groups, k, n: rows in part of a tile, in several, and in none; edges of matrices.
+GROUPED = [
+    ([3, 0, 4], 96, 72),
+    ([0, 40, 0, 17, 1], 64, 200),
+    ([1] * 7, 160, 64),
+    ([300], 32, 16),
+    ([0, 0, 2], 32, 64),
+]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(("sizes", "inputs", "outputs"), GROUPED)
+def test_multiplies_groups(sizes, inputs, outputs, is_packed):
+    rng = np.random.default_rng(inputs)
+    x = rng.normal(size=(sum(sizes) + 3, inputs)).astype(np.float16)  # three of no group
+    weights = packed(len(sizes), inputs, outputs)
+    if not is_packed:
+        shape = (len(sizes), inputs, outputs)
+        weights = rng.normal(size=shape).astype(np.float16)
+        weights[np.array(sizes) == 0] = np.nan
+    arguments = (x, weights, np.array(sizes, np.int32))
+    actual, expected = (np.float32(y[: sum(sizes)]) for y in both(grouped_matmul, arguments))
+    assert_close(actual, expected, TOLERANCE["float16"], "products")
+
+
+def test_grouped_products_refuse_what_they_are_not_written_for():
+    x, weights = jnp.zeros((4, 32)), jnp.zeros((2, 32, 8))
+    with pytest.raises(ValueError, match=r"^`x` must be bfloat16 or float16, but is float32, "):
+        grouped_matmul(x, weights, jnp.array([1, 3]), kernels="triton")
+    x, weights = x.astype(jnp.float16), jnp.zeros((1025, 32, 8), jnp.float16)
+    with pytest.raises(ValueError, match=r"^`sizes` must be of at most 1024 groups"):
+        grouped_matmul(x, weights, jnp.zeros(1025, jnp.int32), kernels="triton")
 
 
 @pytest.mark.parametrize(

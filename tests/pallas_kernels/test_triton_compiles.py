@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.grouped import MXFP4
+from pallas_kernels.grouped import triton as grouped_triton
 from pallas_kernels.select import triton as select_triton
 from pallas_kernels.sparse import triton as sparse_triton
 from pallas_kernels.verify import triton as verify_triton
@@ -27,7 +29,7 @@ def compile_instead(machine, kernel, inputs, outputs, grid, *, num_warps, num_st
     from triton.backends.compiler import GPUTarget
 
     types = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
-    types |= {"int32": "*i32", "uint32": "*u32"}
+    types |= {"int32": "*i32", "uint32": "*u32", "uint8": "*u8"}
     arrays = zip(kernel.arg_names, (*inputs, *outputs), strict=False)
     signature = {name: types[str(x.dtype)] for name, x in arrays}
     attributes = {(i,): SIXTEEN_BYTES for i in range(len(signature))}
@@ -41,7 +43,7 @@ def compile_instead(machine, kernel, inputs, outputs, grid, *, num_warps, num_st
 
 def compile_all(machine):
     """The kernels at the largest tiles, and at those of a draft."""
-    for module in (select_triton, sparse_triton, verify_triton):
+    for module in (grouped_triton, select_triton, sparse_triton, verify_triton):
         module.launch = functools.partial(compile_instead, machine)
     shape = jax.ShapeDtypeStruct
 
@@ -70,6 +72,14 @@ def compile_all(machine):
     for size in (20_000, 1):
         run = functools.partial(select_triton.select_top_k, max_k=2000)
         jax.eval_shape(run, shape((2, size), jnp.float32), shape((2,), jnp.int32))
+    sizes = shape((32,), jnp.int32)
+    blocks = shape((32, 5760, 90, 16), jnp.uint8)
+    for rows in (4, 32 * 40, 32 * 200):
+        weights = MXFP4(blocks, shape(blocks.shape[:3], jnp.uint8))
+        for dtype in (jnp.bfloat16, jnp.float16):
+            x = shape((rows, 2880), dtype)
+            for matrices in (weights, shape((32, 2880, 2880), dtype)):
+                jax.eval_shape(grouped_triton.grouped_matmul, x, matrices, sizes)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

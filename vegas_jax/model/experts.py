@@ -42,7 +42,7 @@ class Experts(nn.Module):
             weights["router_bias"] = self._zeros("router_bias", c.num_experts)
         weights |= self._matrices("gate_up", hidden, 2 * c.intermediate_size)
         weights |= self._matrices("down", c.intermediate_size, hidden)
-        kernels = "reference" if self.kernels == "reference" else "auto"
+        kernels = self.kernels if self.kernels in ("xla", "reference") else "auto"
         mix = functools.partial(mixture, c, kernels)
         if self.mesh is not None:
             return sum_over_experts(mix, self.mesh, c.num_experts, x, weights)
@@ -114,7 +114,9 @@ def mixture(
     if share is not None:
         outer = jnp.where((expert < count)[:, None], outer, jnp.zeros((), outer.dtype))
     # Back to the tokens by the inverse permutation: a sum whose order is always the same.
-    pairs = outer[jnp.argsort(order)].reshape(-1, config.num_experts_per_tok, hidden)
+    place = jnp.arange(len(order), dtype=order.dtype)
+    inverse = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
+    pairs = outer[inverse].reshape(-1, config.num_experts_per_tok, hidden)
     return (pairs.astype(jnp.float32) * shares[:, :, None]).sum(axis=1).reshape(x.shape)
 
 
