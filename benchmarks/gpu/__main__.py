@@ -6,15 +6,14 @@ method's number of drafts a round and share of keys are the best by the cost mod
 acceptance and its parts.
 """
 
-import argparse
 import dataclasses
 import datetime
-import os
 import sys
 from collections.abc import Sequence
 
 import jax
 
+from benchmarks.gpu.command import MOST_ROWS, run, shape
 from benchmarks.gpu.compiling import compile_seconds
 from benchmarks.gpu.correctness import check_float32, show_divergences
 from benchmarks.gpu.limits import largest_context, try_context
@@ -29,22 +28,9 @@ from pallas_kernels.dispatch import device_name, lacks
 
 SHAPES = [(8, 32768), (4, 98304), (1, 131072), (32, 8192)]
 SMALL_SHAPES = [(2, 1024)]
-MOST_TEXTS, MOST_ROWS = 1024, 2**20
 FEWEST_NEW_TOKENS = 64  # with fewer there are too few rounds to time
 SHORTEST_TEXT = 256
 SECTIONS = ("peers", "correctness", "prefill", "limits", "decode")
-
-
-def shape(text: str) -> tuple[int, int]:
-    """A value of --shapes: BxS."""
-    batch, _, rows = text.partition("x")
-    if not (batch.isdecimal() and rows.isdecimal() and int(batch) and int(rows)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a batch and a length, like 8x32768")
-    if int(batch) > MOST_TEXTS or int(rows) > MOST_ROWS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is larger than {MOST_TEXTS} texts of {MOST_ROWS} tokens"
-        )
-    return int(batch), int(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,24 +155,5 @@ def read_prompts(models: Models, shapes: Sequence[tuple[int, int]], rows: int) -
     print(f"the small model's loss by position, nats, each 8,192 tokens: {losses}\n", flush=True)
 
 
-def run() -> int:
-    """`main`, which may be interrupted, and whose output may be cut off."""
-    try:
-        code = main()
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-    except BrokenPipeError:
-        pass
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print(f"Does not fit into memory: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
-    # Programs that are still being compiled would be waited for.
-    os._exit(130)
-
-
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run(main))

@@ -74,5 +74,5 @@ def small_tokens(work: Workload) -> np.ndarray:
 
 def wide_tokens(work: Workload, config: SpecConfig) -> np.ndarray:
     """What the wide model writes, [B, new_tokens]."""
-    state = compile_decode(work, config)(work.begin_wide(config), 2**31 - 1)
+    state = compile_decode(work, config)(work.begin_large(config), 2**31 - 1)
     return np.asarray(state.requests.tokens)[:, : work.new_tokens]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu.workload import Workload
+from benchmarks.gpu.workload import Decoding
 from vegas_jax import SpecConfig, spec
 from vegas_jax.compiled import decode_jit
 from vegas_jax.drafters.selection import key_budget
@@ -68,11 +68,11 @@ class Parts:
         return gamma * self.draft + self.verify + self.select
 
 
-def compile_decode(work: Workload, config: SpecConfig) -> Callable[[Any, int], Any]:
-    """The wide model's loop over rounds: (state, at most so many rounds) -> state."""
+def compile_decode(work: Decoding, config: SpecConfig) -> Callable[[Any, int], Any]:
+    """The large model's loop over rounds: (state, at most so many rounds) -> state."""
     program = decode_jit.lower(
-        model=work.models.wide,
-        params=shapes_of(work.models.wide_params),
+        model=work.model,
+        params=shapes_of(work.params),
         state=state_shapes(work, config),
         spec=config,
         processors=work.processors,
@@ -82,7 +82,7 @@ def compile_decode(work: Workload, config: SpecConfig) -> Callable[[Any, int], A
 
     def run(state: Any, rounds: int) -> Any:
         return program(
-            params=work.models.wide_params,
+            params=work.params,
             state=state,
             max_rounds=jnp.int32(rounds),
             stop_on_any_done=jnp.bool_(False),
@@ -99,7 +99,7 @@ class PartPrograms:
     Compiling begins at once, in `pool`.
     """
 
-    def __init__(self, work: Workload, config: SpecConfig, pool: Executor) -> None:
+    def __init__(self, work: Decoding, config: SpecConfig, pool: Executor) -> None:
         self.work, self.config, self.pool = work, config, pool
         self.loops: dict[SpecConfig, Future[Any]] = {}
         for gamma in (FEW_DRAFTS, MANY_DRAFTS):
@@ -129,7 +129,7 @@ class PartPrograms:
         draft = (many - few) / (MANY_DRAFTS - FEW_DRAFTS)
         select = 0.0
         if self.select is not None:
-            state = self.work.begin_wide(self.config)
+            state = self.work.begin_large(self.config)
             scores = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, x.dtype), score_shapes(self.work, self.config)
             )
@@ -142,9 +142,9 @@ def with_drafts(config: SpecConfig, gamma: int) -> SpecConfig:
     return dataclasses.replace(config, num_speculative_tokens=gamma)
 
 
-def round_seconds(work: Workload, config: SpecConfig, run: Any) -> tuple[float, float]:
+def round_seconds(work: Decoding, config: SpecConfig, run: Any) -> tuple[float, float]:
     """Seconds and a sequence's tokens of a round, while no sequence is done."""
-    state = work.begin_wide(config)
+    state = work.begin_large(config)
     rounds = max(1, (work.new_tokens - 1) // (config.num_drafts + 1) - 2)
     state = run(state, 2)
     before = np.asarray(state.requests.emitted)
@@ -154,24 +154,24 @@ def round_seconds(work: Workload, config: SpecConfig, run: Any) -> tuple[float, 
     return (time.perf_counter() - began) / rounds, float(emitted.mean()) / rounds
 
 
-def score_shapes(work: Workload, config: SpecConfig) -> Any:
+def score_shapes(work: Decoding, config: SpecConfig) -> Any:
     """Of what verification hands to selection."""
 
     def verify(params: Any, state: spec.DecodeState) -> Any:
         tokens = jnp.concatenate([state.requests.pending[:, None], state.requests.drafts], axis=1)
-        return spec.verify(work.models.wide, params, state.cache, tokens, config)[2]
+        return spec.verify(work.model, params, state.cache, tokens, config)[2]
 
-    return jax.eval_shape(verify, shapes_of(work.models.wide_params), state_shapes(work, config))
+    return jax.eval_shape(verify, shapes_of(work.params), state_shapes(work, config))
 
 
-def compile_select(work: Workload, config: SpecConfig) -> Any:
+def compile_select(work: Decoding, config: SpecConfig) -> Any:
     """A loop of selections; for `time_loop`."""
 
     def select(scores: Any, state: spec.DecodeState) -> tuple[Any, Any]:
         # Other lengths each time, or it would leave the loop.
         lengths = state.cache.lengths
         accepted = jnp.zeros_like(lengths)
-        found = spec.select(config, scores, lengths, accepted, work.models.wide.kernels)
+        found = spec.select(config, scores, lengths, accepted, work.model.kernels)
         return state.replace(cache=state.cache.replace(lengths=lengths - 1)), found
 
     def run(scores: Any, state: Any, count: Any) -> tuple[Any, Any]:
@@ -196,15 +196,15 @@ def time_loop(program: Any, given: Any, state: Any, count: int) -> tuple[Any, fl
     return state, statistics.median(found)
 
 
-def draft_keys(work: Workload, config: SpecConfig) -> int:
+def draft_keys(work: Decoding, config: SpecConfig) -> int:
     """Keys that a draft step reads, over all sequences; about, since the tail grows."""
     budget = int(key_budget(config, jnp.array([work.length], jnp.int32))[0])
     return work.batch * (min(budget, work.length) + config.num_speculative_tokens // 2 + 1)
 
 
-def state_shapes(work: Workload, config: SpecConfig) -> Any:
-    """Of the wide model's state."""
-    return jax.eval_shape(lambda: work.empty(work.models.wide, config))
+def state_shapes(work: Decoding, config: SpecConfig) -> Any:
+    """Of the large model's state."""
+    return jax.eval_shape(lambda: work.empty(work.model, config))
 
 
 def shapes_of(arrays: Any) -> Any:

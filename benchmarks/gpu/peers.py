@@ -40,7 +40,7 @@ def compile_cudnn(work: Workload) -> Any:
     """A loop of greedy steps whose attention is cuDNN's; for `time_loop`."""
     from pallas_kernels.verify.cudnn import flash_attention
 
-    model = work.models.wide
+    model = work.model
 
     def run(params: Any, carry: tuple[KVCache, jax.Array], count: Any) -> Any:
         def step(_: Any, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
@@ -62,12 +62,12 @@ def compile_cudnn(work: Workload) -> Any:
 
     state = state_shapes(work, PLAIN)
     carry = (state.cache, state.requests.pending)
-    params = shapes_of(work.models.wide_params)
+    params = shapes_of(work.params)
     return jax.jit(run, donate_argnames="carry").lower(params, carry, 0).compile()
 
 
 def cudnn_step_seconds(work: Workload, program: Any) -> float:
     """Seconds of a step."""
-    state = work.begin_wide(PLAIN)
+    state = work.begin_large(PLAIN)
     carry = (state.cache, state.requests.pending)
-    return time_loop(program, work.models.wide_params, carry, 16)[1]
+    return time_loop(program, work.params, carry, 16)[1]

@@ -55,16 +55,92 @@ class Models:
         return cls(small, small_params, *widen(small, small_params, config), tokenizer)
 
 
+class Decoding:
+    """A large model about to continue a batch of sequences.
+
+    Attributes:
+      model: the large one.
+      params: its weights.
+      batch: B, sequences.
+      rows: S, tokens of a sequence and its continuation.
+      new_tokens: of the continuation.
+      temperature: of sampling.
+    """
+
+    model: Transformer
+    params: Params
+    batch: int
+    rows: int
+    new_tokens: int
+    temperature: float
+
+    @property
+    def length(self) -> int:
+        """Tokens before the continuation; the last round of drafts needs room as well."""
+        return self.rows - self.new_tokens - 16
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a sequence and its continuation."""
+        return self.length + self.new_tokens
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sequences end at different places; none may end a measurement early."""
+        return SamplingParams(
+            max_new_tokens=self.new_tokens, temperature=self.temperature, ignore_eos=True
+        )
+
+    @property
+    def processors(self) -> Processors:
+        """What `sampling` needs."""
+        return Processors.of(self.sampling)
+
+    def empty(self, model: Transformer, spec: SpecConfig) -> DecodeState:
+        """Slots that nothing has begun in."""
+        return init_state(model, spec, self.sampling, batch=self.batch, max_len=self.max_len)
+
+    def begin_large(self, spec: SpecConfig) -> DecodeState:
+        """The large model's state, about to draft for the first time."""
+        raise NotImplementedError
+
+    def begin_with(
+        self,
+        spec: SpecConfig,
+        model: Transformer,
+        params: Params,
+        cache: KVCache,
+        last_tokens: np.ndarray,
+    ) -> DecodeState:
+        """A model's state, with a cache of all tokens but the last; it is donated."""
+        requests = new_requests(
+            model.config,
+            spec,
+            self.sampling,
+            batch=self.batch,
+            max_len=self.max_len,
+            limits=jnp.full((self.batch,), self.new_tokens, jnp.int32),
+            seeds=tuple(range(self.batch)),
+        )
+        return begin_jit(
+            model=model,
+            params=params,
+            state=self.empty(model, spec).replace(cache=cache),
+            requests=requests,
+            last_tokens=last_tokens,
+            lengths=np.full(self.batch, self.length - 1, np.int32),
+            slots=np.arange(self.batch, dtype=np.int32),
+            spec=spec,
+            processors=self.processors,
+        )
+
+
 @dataclasses.dataclass(frozen=True)
-class Workload:
-    """A batch of texts to be continued.
+class Workload(Decoding):
+    """Texts that the small model has read.
 
     Attributes:
       models: see there.
-      batch: B, sequences.
-      rows: S, tokens of a text and its continuation.
-      new_tokens: of the continuation.
-      temperature: of sampling.
     """
 
     models: Models
@@ -74,26 +150,14 @@ class Workload:
     temperature: float = 0.8
 
     @property
-    def length(self) -> int:
-        """Tokens of a text; the last round of drafts needs room as well."""
-        return self.rows - self.new_tokens - 16
+    def model(self) -> Transformer:  # type: ignore[override]
+        """The wide one."""
+        return self.models.wide
 
     @property
-    def max_len(self) -> int:
-        """Tokens of a text and its continuation."""
-        return self.length + self.new_tokens
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Texts end at different places; none may end a measurement early."""
-        return SamplingParams(
-            max_new_tokens=self.new_tokens, temperature=self.temperature, ignore_eos=True
-        )
-
-    @property
-    def processors(self) -> Processors:
-        """What `sampling` needs."""
-        return Processors.of(self.sampling)
+    def params(self) -> Params:  # type: ignore[override]
+        """The wide one's."""
+        return self.models.wide_params
 
     @functools.cached_property
     def texts(self) -> list[list[int]]:
@@ -110,33 +174,12 @@ class Workload:
             )
         return jax.block_until_ready(cache)
 
-    def empty(self, model: Transformer, spec: SpecConfig) -> DecodeState:
-        """Slots that nothing has begun in."""
-        return init_state(model, spec, self.sampling, batch=self.batch, max_len=self.max_len)
-
     def begin(self, spec: SpecConfig) -> DecodeState:
         """The small model's state, about to draft for the first time."""
-        small = self.models.small
-        requests = new_requests(
-            small.config,
-            spec,
-            self.sampling,
-            batch=self.batch,
-            max_len=self.max_len,
-            limits=jnp.full((self.batch,), self.new_tokens, jnp.int32),
-            seeds=tuple(range(self.batch)),
-        )
         cache = jax.tree.map(jnp.copy, self.small_cache)
-        return begin_jit(
-            model=small,
-            params=self.models.small_params,
-            state=self.empty(small, spec).replace(cache=cache),
-            requests=requests,
-            last_tokens=np.array([text[-1] for text in self.texts], np.int32),
-            lengths=np.full(self.batch, self.length - 1, np.int32),
-            slots=np.arange(self.batch, dtype=np.int32),
-            spec=spec,
-            processors=self.processors,
+        last_tokens = np.array([text[-1] for text in self.texts], np.int32)
+        return self.begin_with(
+            spec, self.models.small, self.models.small_params, cache, last_tokens
         )
 
     def decode_small(self, spec: SpecConfig) -> DecodeState:
@@ -151,8 +194,8 @@ class Workload:
             stop_on_any_done=np.bool_(False),
         )
 
-    def begin_wide(self, spec: SpecConfig) -> DecodeState:
-        """The same state of the wide model."""
+    def begin_large(self, spec: SpecConfig) -> DecodeState:
+        """The state of `begin`, as the wide model would have it."""
         state = self.begin(spec)
         old, config = self.models.small.config, self.models.wide.config
         selection = state.selection
