@@ -19,6 +19,7 @@ import numpy as np
 from absl import app, flags
 
 import vegas_jax
+from benchmarks.teacher_forced import expected_acceptance, summary
 from benchmarks.texts import documents
 from vegas_jax import Processors, SamplingParams, SpecConfig, Stats
 from vegas_jax.compiled import begin_jit, decode_jit, prefill_slot
@@ -42,6 +43,11 @@ _ACCEPTANCE = flags.DEFINE_enum(
     "With coupled all methods emit the same tokens, so that tokens a round compare pair by pair.",
 )
 _DENSE = flags.DEFINE_boolean("dense", False, "Drafts with all keys as well: the upper bound.")
+_FORCED = flags.DEFINE_boolean(
+    "teacher_forced",
+    False,
+    "Instead of decoding: the expected acceptance of drafts along the next tokens of the texts.",
+)
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "codelm-16m", "Folder or shipped name.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Compute dtype; by default what is fast here.")
 
@@ -168,6 +174,29 @@ def measure(length: int) -> list[list[str]]:
     return rows
 
 
+def forced_rows(length: int) -> list[list[str]]:
+    """Table rows of one context length with --teacher_forced."""
+    bench = Bench(length)
+    texts = documents(bench.tokenizer, bench.max_len, _TEXTS.value)
+    found: dict[str, list[np.ndarray]] = {}
+    for number, text in enumerate(texts):
+        cache, _ = bench.prefill(text[:length])
+        for name, spec in methods().items():
+            if not spec.num_drafts:
+                continue
+            copied = jax.tree.map(jnp.copy, cache)
+            rounds = expected_acceptance(bench.model, bench.params, copied, text, spec)
+            found.setdefault(name, []).append(rounds)
+            mean, error, _ = summary(rounds)
+            progress = f"  {length} text {number} {name}: {mean:.3f} +- {error:.3f}"
+            print(progress, file=sys.stderr, flush=True)
+    rows = []
+    for name, rounds in found.items():
+        mean, error, tokens = summary(np.concatenate(rounds))
+        rows.append([f"{length:,}", name, f"{mean:.3f}", f"{error:.3f}", f"{tokens:.2f}"])
+    return rows
+
+
 def spec_drafts(stats: list[Stats]) -> bool:
     """Whether anything was drafted."""
     return any(s.drafted for s in stats)
@@ -179,17 +208,21 @@ def _tokens_per_second(stats: list[Stats]) -> float:
 
 def main(argv: list[str]) -> None:
     """Prints the table as Markdown."""
-    rows = [row for length in map(int, _LENGTHS.value) for row in measure(length)]
+    run = forced_rows if _FORCED.value else measure
+    rows = [row for length in map(int, _LENGTHS.value) for row in run(length)]
     device = jax.devices()[0]
     print(
         f"{datetime.date.today()}, {device.device_kind} x{jax.device_count()} "
         f"({platform.machine()}), Python {platform.python_version()}, jax {jax.__version__}; "
         f"{_CHECKPOINT.value}, {_TEXTS.value} texts, {_NEW.value} new tokens each, gamma "
         f"{_GAMMA.value}, ratio {_RATIO.value:g}, at least {_MIN.value} keys, temperature 0.8, "
-        f"{_ACCEPTANCE.value}\n"
+        f"{'teacher-forced' if _FORCED.value else _ACCEPTANCE.value}\n"
     )
-    print("| context | method | tokens/s | against plain | tokens a round | drafts accepted |")
-    print("|---|---|---|---|---|---|")
+    columns = ["tokens/s", "against plain", "tokens a round", "drafts accepted"]
+    if _FORCED.value:
+        columns = ["expected acceptance", "standard error", "tokens a round"]
+    print(f"| context | method | {' | '.join(columns)} |")
+    print("|---|---|" + "---|" * len(columns))
     for row in rows:
         print("| " + " | ".join(row) + " |")
 

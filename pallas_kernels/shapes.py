@@ -113,13 +113,18 @@ SELECTIONS: tuple[SelectShape, ...] = (
     SelectShape(36, 8, 2 * 1024, 144),  # 32K keys in blocks of 16
     SelectShape(1, 1, 128 * 1024, 9216),
 )
-EXPERTS = (
+EXPERTS: tuple[ExpertsShape, ...] = (
     ExpertsShape("Qwen3-30B-A3B", 128, 8, 2048, 1536, packed=False),
     ExpertsShape("Qwen3-30B-A3B", 128, 8, 768, 2048, packed=False),
     ExpertsShape("gpt-oss-20b", 32, 4, 2880, 5760, packed=True),
     ExpertsShape("gpt-oss-20b", 32, 4, 2880, 2880, packed=True),
 )
-EXPERT_TOKENS = (1, 8, 56, 512)  # that one call multiplies; 56 are eight sequences of TOKENS[1]
+EXPERT_TOKENS: tuple[int, ...] = (
+    1,
+    8,
+    56,
+    512,
+)  # that one call multiplies; 56 are eight sequences of TOKENS[1]
 
 # One of each, for a quick look.
 QUICK_EXPERTS, QUICK_EXPERT_TOKENS = EXPERTS[::2], (8,)

@@ -45,10 +45,6 @@ class Tiles:
             return cls(128, 128, 128, 8, 3)
         return cls(64, 128, 64, 4, 3) if tile == 64 else cls(128, 256, 64, 8, 3)
 
-    def constants(self) -> dict[str, int]:
-        """Those of a kernel."""
-        return {"ROWS": self.rows, "COLUMNS": self.columns, "INNER": self.inner}
-
 
 def refuses(x: Array, weights: Array | MXFP4, sizes: Array) -> str | None:
     """Why the arguments are outside the kernels' domain."""
@@ -69,20 +65,28 @@ def grouped_matmul(
     from pallas_kernels.grouped import triton_kernel
 
     (rows, inputs), groups = x.shape, sizes.shape[0]
-    packed = isinstance(weights, MXFP4)
-    outputs = weights.blocks.shape[1] if packed else weights.shape[2]
-    tiles = tiles or Tiles.of(rows, groups, packed)
+    if isinstance(weights, MXFP4):
+        outputs, kernel = weights.blocks.shape[1], triton_kernel.grouped_mxfp4_kernel
+        quarters = x.reshape(rows, inputs // 4, 4).swapaxes(1, 2)
+        arrays: tuple[Array, ...] = (quarters, *weights, sizes)
+    else:
+        outputs, kernel = weights.shape[2], triton_kernel.grouped_kernel
+        arrays = (x, weights, sizes)
+    tiles = tiles or Tiles.of(rows, groups, isinstance(weights, MXFP4))
     # Groups that have rows, and the blocks that one of them fills.
     blocks = min(rows, groups) + rows // tiles.rows
-    shape = jax.ShapeDtypeStruct((rows, outputs), x.dtype)
-    constants = {"K": inputs, "N": outputs, "GROUPS": groups, **tiles.constants()}
-    settings = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **constants}
-    grid = (-(-outputs // tiles.columns), blocks, 1)
-    if packed:
-        quarters = x.reshape(rows, inputs // 4, 4).transpose(2, 0, 1)
-        arrays = (quarters, weights.blocks, weights.scales, sizes)
-        kernel, settings = triton_kernel.grouped_mxfp4_kernel, {"M": rows, **settings}
-    else:
-        arrays, kernel = (x, weights, sizes), triton_kernel.grouped_kernel
-    (out,) = launch(kernel, arrays, (shape,), grid, **settings)
+    (out,) = launch(
+        kernel,
+        arrays,
+        (jax.ShapeDtypeStruct((rows, outputs), x.dtype),),
+        (-(-outputs // tiles.columns), blocks, 1),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        K=inputs,
+        N=outputs,
+        GROUPS=groups,
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        INNER=tiles.inner,
+    )
     return out

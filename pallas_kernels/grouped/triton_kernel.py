@@ -119,12 +119,11 @@ def unpack_one(code, power, dtype: tl.constexpr):
 
 @triton.jit
 def grouped_mxfp4_kernel(
-    x_ptr,  # [4, M, K / 4]: column 4 * i + j is [j, :, i]
+    x_ptr,  # [M, 4, K / 4]: column 4 * i + j is [:, j, i]
     blocks_ptr,  # [GROUPS, N, K / 2]
     scales_ptr,  # [GROUPS, N, K / 32]
     sizes_ptr,  # [GROUPS]
     out_ptr,  # [M, N]
-    M: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -140,11 +139,11 @@ def grouped_mxfp4_kernel(
     group, first, count = find_rows(sizes_ptr, tl.program_id(1), GROUPS, ROWS)
     if count > 0:
         WORDS: tl.constexpr = INNER // 4
-        PART: tl.constexpr = M * K // 4
+        PART: tl.constexpr = K // 4
         row = tl.arange(0, ROWS)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         word, scale = tl.arange(0, WORDS), tl.arange(0, WORDS // 8)
-        xs = x_ptr + (first + row).to(tl.int64)[None, :] * (K // 4) + word[:, None]
+        xs = x_ptr + (first + row).to(tl.int64)[None, :] * K + word[:, None]
         output = group.to(tl.int64) * N + column[:, None]
         words_ptr = blocks_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
         words_ptr = words_ptr + output * (K // 4) + word[None, :]
