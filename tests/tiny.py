@@ -28,9 +28,12 @@ def params(config: ModelConfig = CONFIG, seed: int = 0, sharpness: float = 6.0):
     model = Transformer(config)
     tokens = jnp.zeros((1, 1), jnp.int32)
     caches = init_cache(config, 1, 8, model.dtype).layers
-    variables = model.init(
-        jax.random.key(seed), tokens, tokens, caches, tokens[0], lambda i, q, k, v, sinks: (q, None)
-    )
+
+    @jax.jit  # one program, not a hundred
+    def init(key):
+        return model.init(key, tokens, tokens, caches, tokens[0], lambda i, q, *rest: (q, None))
+
+    variables = init(jax.random.key(seed))
     return jax.tree.map(
         lambda w: w * sharpness if w.ndim > 1 and w.dtype == model.dtype else w, variables["params"]
     )
