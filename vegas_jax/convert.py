@@ -1,5 +1,6 @@
 """Command line that converts checkpoints: `python -m vegas_jax.convert --help` explains it."""
 
+import signal
 import sys
 
 from vegas_jax.cli.converting import main
@@ -8,4 +9,6 @@ if __name__ == "__main__":
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # no accelerator is needed, nor its memory taken
-    sys.exit(main())
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all that is left is to end
+    sys.exit(code)

@@ -126,7 +126,7 @@ class Generator:
         """
         sampling = SamplingParams() if sampling is None else sampling
         state = self._empty_state(self._num_slots(num_prompts or self.batch_size), sampling)
-        job = Job(0, (0, 0), limit=0, seed=0)
+        job = Job(0, (0,) * min(2, self.max_len), limit=0, seed=0)
         state = self._admit(state, job, 0, sampling)
         state = self._advance(state, sampling, max_rounds=0)
         jax.block_until_ready(finish_jit(state, np.int32(0), self.model.mesh))

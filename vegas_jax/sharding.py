@@ -63,7 +63,7 @@ def parse_mesh(text: str) -> Mesh:
       InputError: other text, more devices than there are, or, with several processes, fewer.
     """
     sizes = dict.fromkeys(AXES, 1)
-    pattern = rf"({DATA}|{MODEL}):([1-9][0-9]{{0,5}})"
+    pattern = rf"({DATA}|{MODEL}):([1-9][0-9]{{0,30}})"
     parts = [re.fullmatch(pattern, part.strip()) for part in text.split(",")]
     names = [part[1] for part in parts if part]
     right = all(parts) and len(set(names)) == len(names)
@@ -82,8 +82,10 @@ def as_mesh(mesh: Mesh) -> Mesh:
     """The mesh with both axes, data first, left to XLA's partitioner (`AxisType.Auto`).
 
     Raises:
-      InputError: it has an axis of another name.
+      InputError: it is no mesh, or has an axis of another name.
     """
+    kind = "a jax.sharding.Mesh, such as vegas_jax.sharding.parse_mesh makes of text"
+    check(isinstance(mesh, Mesh), "mesh", mesh, kind)
     names = mesh.axis_names
     check(set(names) <= set(AXES), "mesh", dict(mesh.shape), "of no axes but data and model")
     devices = mesh.devices if names != AXES[::-1] else mesh.devices.T

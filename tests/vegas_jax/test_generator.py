@@ -216,6 +216,14 @@ def test_an_abandoned_stream_and_a_second_run_work():
     assert gen.generate(PROMPTS[:2], RANDOM) is not None
 
 
+def test_a_generator_that_has_room_for_one_token_and_none_to_write():
+    gen = generator(max_len=1)
+    none = SamplingParams(max_new_tokens=0)
+    gen.warmup(none)
+    (completion,) = gen.generate([[5]], none)
+    assert completion.token_ids == ()
+
+
 def test_no_recompilation_across_prompts_lengths_and_sampling_values():
     gen = generator()
     sampling = SamplingParams(temperature=0.8, top_k=5, top_p=0.9, max_new_tokens=10)

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import vegas_jax
 from vegas_jax.errors import InputError
 from vegas_jax.sharding import parse_mesh
 
@@ -58,8 +59,14 @@ def test_text_that_is_no_mesh_is_refused(text):
 def test_a_mesh_has_both_axes_and_no_more_devices_than_there_are():
     assert dict(parse_mesh("model:1").shape) == {"data": 1, "model": 1}
     number = len(jax.devices())
-    with pytest.raises(InputError, match=f"of at most the {number} devices"):
-        parse_mesh(f"data:{number},model:2")
+    for text in (f"data:{number},model:2", f"model:{10**20}"):
+        with pytest.raises(InputError, match=f"of at most the {number} devices"):
+            parse_mesh(text)
+
+
+def test_text_is_no_mesh_in_python():
+    with pytest.raises(InputError, match=r"mesh is 'data:2', but must be .*parse_mesh"):
+        vegas_jax.load(mesh="data:2")
 
 
 def test_two_processes_decode_together_and_the_first_alone_writes(tmp_path):

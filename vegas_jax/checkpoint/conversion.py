@@ -10,6 +10,9 @@ import math
 import os
 import secrets
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,8 @@ from vegas_jax.text import chat, tokenizer
 
 # Copied byte by byte, where there are any.
 COPIED = (GENERATION_FILE, tokenizer.TOKENIZER_FILE, chat.CONFIG_FILE, chat.TEMPLATE_FILE)
+
+_ATTEMPTS, _PAUSE = 50, 0.05  # seconds
 
 Progress = Callable[[float], None]  # takes the share that is done
 
@@ -189,7 +194,32 @@ def replacing(out: Path, source: Path, overwrite: bool) -> Iterator[Path]:
             raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        with _no_interrupts():
+            _remove(new)
+
+
+def _remove(folder: Path) -> None:
+    """Until it stays away: what an interrupted Orbax still writes would bring it back."""
+    for _ in range(_ATTEMPTS):
+        if not folder.exists():
+            time.sleep(_PAUSE)
+            if not folder.exists():
+                return
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(_PAUSE)
+
+
+@contextlib.contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Ctrl-C waits until the folder is gone; only the main thread can say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _check_out(out: Path, source: Path, overwrite: bool) -> None:
@@ -198,7 +228,7 @@ def _check_out(out: Path, source: Path, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not overwrite:
-        raise InputError(f"{out} exists already: choose another name, or overwrite it")
+        raise InputError(f"{out} exists already: choose another --out, or give --overwrite")
     if out == source or out in source.parents:
         raise InputError(f"{out} holds what is to be converted, and cannot be overwritten")
     if not (out / CONFIG_FILE).is_file():

@@ -19,6 +19,9 @@ from vegas_jax.model.config import ModelConfig, MoEConfig, RopeScaling
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 
+# More is a mistake, that would take all memory before anything else could say so.
+MOST_LAYERS, MOST_EXPERTS, LARGEST_SIZE = 10_000, 10_000, 2**24
+
 
 def read_config(folder: Path, *, dequantize: bool = False) -> ModelConfig:
     """Reads the model's shape from `folder`; `generation_config.json` may be absent.
@@ -68,10 +71,10 @@ def config_of(
     try:
         return ModelConfig(
             vocab_size=vocab_size,
-            hidden_size=fields.integer("hidden_size"),
-            intermediate_size=fields.integer("intermediate_size"),
-            num_layers=fields.integer("num_hidden_layers"),
-            num_heads=fields.integer("num_attention_heads"),
+            hidden_size=_size(fields, "hidden_size"),
+            intermediate_size=_size(fields, "intermediate_size"),
+            num_layers=_num_layers(fields),
+            num_heads=_size(fields, "num_attention_heads"),
             num_kv_heads=_num_kv_heads(fields),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             eos_token_ids=tuple(sorted(i for i in ends if 0 <= i < vocab_size)),
@@ -88,7 +91,7 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
     _require_plain(fields, quantization=("fp8",))
     fields.require("attention_bias", False)
     return {
-        "head_dim": fields.integer("head_dim", 128),
+        "head_dim": _size(fields, "head_dim", 128),
         **_norm_and_rope(fields, longest=32768),
     }
 
@@ -98,12 +101,12 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
     _require_plain(fields, quantization=("fp8",))
     fields.require("attention_bias", False)
     step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
-    layers = range(fields.integer("num_hidden_layers"))
+    layers = range(_num_layers(fields))
     moe = _moe(
         fields,
         num_experts=_num_experts(fields),
         num_experts_per_tok=fields.integer("num_experts_per_tok", 8),
-        intermediate_size=fields.integer("moe_intermediate_size", 768),
+        intermediate_size=_size(fields, "moe_intermediate_size", 768),
         norm_topk_prob=fields.boolean("norm_topk_prob", False),
         layers=tuple(i for i in layers if step > 0 and (i + 1) % step == 0 and i not in dense),
     )
@@ -155,18 +158,18 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     """openai/gpt-oss-20b. An absent layer_types alternates, a window first."""
     fields.require("hidden_act", "silu")
     method = _quantization(fields, "mxfp4")
-    count = fields.integer("num_hidden_layers")
+    count = _num_layers(fields)
     window = fields.integer("sliding_window", 128)
     kinds = fields.get("layer_types") or ["sliding_attention", "full_attention"] * count
     windows = {"sliding_attention": window, "full_attention": None}
-    if not isinstance(kinds, list) or not all(kind in windows for kind in kinds):
+    if not isinstance(kinds, list) or not all(kind in list(windows) for kind in kinds):
         raise fields.wrong("layer_types", f"a list of {' and '.join(windows)}")
     bias = fields.boolean("attention_bias", True)
     moe = _moe(
         fields,
         num_experts=_num_experts(fields),
         num_experts_per_tok=fields.integer("num_experts_per_tok", 4),
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=_size(fields, "intermediate_size"),
         norm_topk_prob=True,
         layers=tuple(range(count)),
         biases=True,
@@ -174,7 +177,7 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
         packed=method == "mxfp4",
     )
     return {
-        "head_dim": fields.integer("head_dim", 64),
+        "head_dim": _size(fields, "head_dim", 64),
         **_norm_and_rope(fields, longest=131072, eps=1e-5),
         "qk_norm": False,
         "qkv_bias": bias,
@@ -198,6 +201,8 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Fields], dict[str, Any]]]] = {
 
 def _architecture(fields: Fields) -> Callable[[Fields], dict[str, Any]]:
     named, model_type = fields.get("architectures", []), fields.get("model_type")
+    if not isinstance(named, list):
+        raise fields.wrong("architectures", "a list of names")
     for name, (kind, read) in ARCHITECTURES.items():
         if (name in named if named else model_type == kind) and model_type in (None, kind):
             return read
@@ -212,7 +217,7 @@ def _require_plain(fields: Fields, quantization: tuple[str, ...] = ()) -> None:
     fields.require("hidden_act", "silu")
     fields.require("use_sliding_window", False)
     kinds = fields.get("layer_types", [])
-    if any(kind != "full_attention" for kind in kinds):
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise fields.wrong("layer_types", '"full_attention" in every layer')
     _quantization(fields, *quantization)
 
@@ -237,13 +242,22 @@ def _moe(fields: Fields, **settings: Any) -> MoEConfig:
 def _num_experts(fields: Fields) -> int:
     """transformers 5 writes for all architectures what 4 wrote for gpt-oss alone."""
     local = "num_local_experts" in fields.values
-    return fields.integer("num_local_experts" if local else "num_experts", 128)
+    name = "num_local_experts" if local else "num_experts"
+    return fields.integer(name, 128, most=MOST_EXPERTS)
+
+
+def _num_layers(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", most=MOST_LAYERS)
+
+
+def _size(fields: Fields, key: str, default: int | None = None) -> int:
+    return fields.integer(key, default, most=LARGEST_SIZE)
 
 
 def _head_dim(fields: Fields) -> int:
     if fields.get("head_dim") is not None:
-        return fields.integer("head_dim")
-    return fields.integer("hidden_size") // fields.integer("num_attention_heads")
+        return _size(fields, "head_dim")
+    return _size(fields, "hidden_size") // _size(fields, "num_attention_heads")
 
 
 def _norm_and_rope(
@@ -311,8 +325,8 @@ def _yarn(rope: Fields, factor: float) -> dict[str, Any]:
 def _num_kv_heads(fields: Fields) -> int:
     """null means as many as there are query heads."""
     if fields.values.get("num_key_value_heads", 0) is None:
-        return fields.integer("num_attention_heads")
-    return fields.integer("num_key_value_heads")
+        return _size(fields, "num_attention_heads")
+    return _size(fields, "num_key_value_heads")
 
 
 def _ids(fields: Fields) -> list[int]:

@@ -28,6 +28,7 @@ SHIPPED = ("codelm-16m",)
 ORBAX_PARAMS = "params"  # the folder that makes a checkpoint one of Orbax
 GGUF_SUFFIX = ".gguf"
 
+_LONGEST_NAME = 80  # characters, in a sentence
 _PARAM_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -40,6 +41,14 @@ def resolve(path_or_name: str | Path) -> Path:
       CheckpointError: it is none of these, or the folder lacks config.json or weights.
     """
     path = Path(path_or_name)
+    try:
+        path.exists()
+    except OSError as error:
+        name = str(path_or_name)
+        shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+        raise CheckpointError(
+            f"checkpoint {shown!r} cannot be looked for: {error.strerror}"
+        ) from None
     if not path.exists() and str(path_or_name) in SHIPPED:
         path = ASSETS / str(path_or_name)
     if not path.exists():

@@ -7,6 +7,8 @@ from typing import Any
 
 from vegas_jax.errors import CheckpointError
 
+_LONGEST_VALUE = 200  # characters, in a sentence
+
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
@@ -34,11 +36,13 @@ class Fields:
         value = self.values.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """An integer."""
+    def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+        """An integer, at most `most`."""
         value = self._required(key, default)
         if type(value) is not int:
             raise self.wrong(key, "an integer")
+        if value > most:
+            raise self.wrong(key, f"at most {most}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
@@ -79,7 +83,8 @@ class Fields:
     def wrong(self, key: str, allowed: str) -> CheckpointError:
         """The sentence about a field."""
         value = json.dumps(self.values.get(key))
-        return CheckpointError(f"{self.path}: {key} is {value}, but must be {allowed}")
+        shown = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}..."
+        return CheckpointError(f"{self.path}: {key} is {shown}, but must be {allowed}")
 
     def _required(self, key: str, default: Any) -> Any:
         if key not in self.values and default is None:

@@ -207,7 +207,8 @@ def restore_params(folder: Path, config: ModelConfig, dtype: Any, shardings: Any
         shardings = jax.tree.map(lambda _: default, expected)
     elif unpacked is not None:
         raise InputError(
-            "shardings cannot be given with dequantize: convert the checkpoint with --dequantize"
+            "experts stored as MXFP4 cannot be dequantised onto a mesh or other shardings: convert "
+            "the checkpoint with --dequantize first"
         )
     elif _flat(shardings).keys() != _flat(expected).keys():
         raise InputError("shardings must be a tree of shardings like the parameters'")
@@ -355,13 +356,20 @@ def _reason(error: BaseException) -> str:
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code is not None:
         return os.strerror(int(code[1]))
-    return (str(error).splitlines() or [repr(error)])[0][:_LONGEST_REASON]
+    if isinstance(error, KeyError | AttributeError | TypeError):
+        return "its metadata are malformed"
+    first = (str(error).splitlines() or [repr(error)])[0]
+    # TensorStore goes on with all of its settings.
+    return re.sub(r"\s*\[(tensorstore_spec|source locations)=.*", "", first)[:_LONGEST_REASON]
 
 
 def _print_unless_late(hook: Any, unraisable: Any) -> None:
     """After an error, reads that Orbax did not wait for come back to an event loop that it closed.
 
-    Python would print each of them, so this hook stays in place after an error.
+    Or they are thrown away. Python would print each of them, so this hook stays in place after an
+    error.
     """
-    if "Event loop is closed" not in str(unraisable.exc_value):
+    late = "Event loop is closed" in str(unraisable.exc_value)
+    code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
+    if not late and (code is None or "orbax" not in code.co_filename):
         hook(unraisable)

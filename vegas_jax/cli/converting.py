@@ -5,12 +5,15 @@
 
 An Orbax folder loads wherever a Hugging Face folder does, and each device reads only its part of
 it. --out appears when it is complete. Exit codes: 0 done, 2 for input that cannot be used (one
-sentence says why), 130 after Ctrl-C.
+sentence says why), 130 after Ctrl-C, 143 after SIGTERM.
 """
 
+import signal
 import sys
 import time
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
@@ -22,29 +25,74 @@ from vegas_jax.errors import InputError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments (by default sys.argv[1:]); returns the exit code."""
+    stop = Stop()
     try:
         values = _parse(sys.argv[1:] if argv is None else argv)
         if values.help:
             print(f"{__doc__}\nflags:{values.get_help()}")
             return 0
-        _convert(values)
+        with stop:
+            _convert(values, stop)
         return 0
     except (flags.Error, InputError) as error:
         say_error(str(error).removeprefix("ERROR:: "))  # absl's own prefix
         return 2
     except KeyboardInterrupt:
+        warnings.simplefilter("ignore")  # coroutines that Orbax does not get to await
         say_error("interrupted: nothing was written")
-        return 130
+        return 128 + stop.signal
     except OSError as error:  # a full disk, for instance
         say_error(f"cannot write: {error.strerror or error}")
         return 2
 
 
-def _convert(values: flags.FlagValues) -> None:
+class Stop:
+    """Ctrl-C, and what else asks a process to end: KeyboardInterrupt here, and once more later.
+
+    Where it arrives in a callback, Python or a library drops the exception.
+    """
+
+    def __init__(self) -> None:
+        self.signal = signal.SIGINT
+        self._asked = False
+
+    def __enter__(self) -> None:
+        hook = sys.unraisablehook
+
+        def print_others(unraisable: Any) -> None:
+            if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+                hook(unraisable)
+
+        self._hook, sys.unraisablehook = hook, print_others
+        names = ("SIGINT", "SIGTERM", "SIGHUP")  # the last is not everywhere
+        numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        self._handlers = {number: signal.signal(number, self._raise) for number in numbers}
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        sys.unraisablehook = self._hook
+
+    def _raise(self, number: int, frame: object) -> None:
+        self.signal, self._asked = signal.Signals(number), True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt where the process was asked to end, however long ago."""
+        if self._asked:
+            raise KeyboardInterrupt
+
+
+def _convert(values: flags.FlagValues, stop: Stop) -> None:
     _check(values)
     stderr = Stderr()
     start = time.perf_counter()
-    with stderr.share(f"writing {values.out}") as progress:
+    with stderr.share(f"writing {values.out}") as show:
+
+        def progress(share: float) -> None:
+            stop.check()
+            show(share)
+
         if values.hf is not None:
             conversion.to_orbax(
                 values.hf,

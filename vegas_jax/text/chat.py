@@ -43,6 +43,8 @@ class ChatTemplate:
             raise InputError(
                 f"the chat template is malformed at line {error.lineno}: {_one_line(error)}"
             ) from None
+        except RecursionError:
+            raise InputError("the chat template is nested too deeply") from None
 
     @classmethod
     def load(cls, folder: str | Path, file: str | Path | None = None) -> "ChatTemplate | None":

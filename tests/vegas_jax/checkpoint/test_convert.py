@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -336,6 +338,48 @@ def test_wrong_flags_are_one_sentence(tmp_path, monkeypatch, capsys, arguments, 
     assert message in error
     assert error.startswith("error: ")
     assert error.count("\n") == 1
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_asked_to_stop_it_leaves_nothing(tmp_path, monkeypatch, capsys, asked, code):
+    """Also where the exception arrives in a callback, which drops it."""
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    def drops(values, config, dtype, source):
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), asked)
+        return read_leaves(values, config, dtype, source)
+
+    read_leaves = conversion.read_leaves
+    monkeypatch.setattr(conversion, "read_leaves", drops)
+    assert main([f"--hf={TIED}", f"--out={tmp_path / 'out'}"]) == code
+    assert capsys.readouterr().err == "error: interrupted: nothing was written\n"
+    assert names_in(tmp_path) == []
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+def test_what_is_still_being_written_is_removed_too(tmp_path):
+    writers = []
+
+    def write(folder):
+        for i in range(8):
+            with contextlib.suppress(FileNotFoundError):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / str(i)).touch()
+            time.sleep(0.02)
+
+    def interrupted():
+        with conversion.replacing(tmp_path / "out", TIED, False) as new:
+            writers.append(threading.Thread(target=write, args=[new / "d"]))
+            writers[0].start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    writers[0].join()
     assert names_in(tmp_path) == []
 
 

@@ -1,10 +1,13 @@
 import json
+from pathlib import Path
 
 import pytest
 
 from vegas_jax.checkpoint import read_config
 from vegas_jax.errors import CheckpointError
 from vegas_jax.model.config import ModelConfig
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -134,12 +137,33 @@ def test_eos_is_the_union_of_both_files(tmp_path, ours, generation, union):
         ({"rope_theta": -1}, "rope_theta"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"architectures": 5}, "architectures is 5"),
+        ({"architectures": "Qwen3ForCausalLM"}, "a list of names"),
+        ({"layer_types": 5}, "layer_types is 5"),
+        # What would take all memory before anything else noticed.
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, .* at most 10000"),
+        ({"hidden_size": 10**30}, "hidden_size.*at most"),
+        ({"vocab_size": 10**400}, r"vocab_size is 10{199}\.\.\., but must be at most"),
         ({"eos_token_id": [1, None]}, "eos_token_id"),
     ],
 )
 def test_refuses_what_it_would_compute_wrongly(tmp_path, changes, message):
     with pytest.raises(CheckpointError, match=rf"config\.json.*{message}"):
         read(tmp_path, VERSION_4 | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers.*at most"),
+        ({"num_local_experts": 10**9}, "num_local_experts.*at most"),
+        ({"layer_types": [[1]]}, "layer_types"),
+    ],
+)
+def test_refuses_the_same_of_mixtures(tmp_path, changes, message):
+    gpt_oss = json.loads((GOLDENS / "gpt-oss" / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=rf"config\.json.*{message}"):
+        read(tmp_path, gpt_oss | changes)
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,8 @@ def test_resolve_says_what_is_wrong(tmp_path):
     }.items():
         with pytest.raises(CheckpointError, match=f"{problem}.*shipped name: codelm-16m"):
             resolve(given)
+    with pytest.raises(CheckpointError, match=r"'a{80}\.\.\.' cannot be looked for: File name too"):
+        resolve("a" * 5000)
 
 
 def test_the_shipped_checkpoint():

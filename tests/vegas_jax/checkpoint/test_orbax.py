@@ -214,6 +214,14 @@ def test_an_incomplete_folder_is_one_sentence(copy, pattern, keep):
     with pytest.raises(CheckpointError, match=r"params cannot be re.*incomplete") as raised:
         vegas_jax.load(copy)
     assert "\n" not in str(raised.value)
+    assert "tensorstore_spec" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["{}", "null"])
+def test_metadata_of_no_use_are_one_sentence(copy, text):
+    (copy / "params" / "_METADATA").write_text(text)
+    with pytest.raises(CheckpointError, match=r"incomplete: its metadata are malformed$"):
+        vegas_jax.load(copy)
 
 
 def test_without_config_or_params_it_is_no_checkpoint(copy):

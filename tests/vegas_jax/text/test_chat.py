@@ -125,6 +125,11 @@ def test_a_template_that_fails_is_one_sentence(source, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_template_nested_too_deeply_is_refused():
+    with pytest.raises(InputError, match="nested too deeply"):
+        ChatTemplate("{% if 1 %}" * 500 + "{% endif %}" * 500)
+
+
 @pytest.mark.parametrize("source", ["a\n{% if %}", "{{ 'a' | nonsense }}", "{% generation %}"])
 def test_a_malformed_template_is_refused_with_its_line(source):
     with pytest.raises(InputError, match=f"malformed at line {source.count(chr(10)) + 1}: "):
