@@ -125,6 +125,7 @@ class Generator:
         The first run otherwise begins with it: some ten seconds on a CPU, more for large models.
         """
         sampling = SamplingParams() if sampling is None else sampling
+        self._check_sampling(sampling)
         state = self._empty_state(self._num_slots(num_prompts or self.batch_size), sampling)
         job = Job(0, (0,) * min(2, self.max_len), limit=0, seed=0)
         state = self._admit(state, job, 0, sampling)
@@ -157,17 +158,8 @@ class Generator:
             raise InputError(
                 f"prompts is a {type(prompts).__name__}, but must be a list of prompts"
             )
-        if not isinstance(sampling, SamplingParams):
-            raise InputError(f"sampling is {sampling!r}, but must be SamplingParams")
+        self._check_sampling(sampling)
         prompts = list(prompts)
-        beyond = [t for t in sampling.stop_token_ids if t >= self.model.config.vocab_size]
-        if beyond:
-            raise InputError(
-                f"stop_token_ids has {beyond[0]}, but ids go from 0 to "
-                f"{self.model.config.vocab_size - 1}"
-            )
-        if sampling.stop and self.tokenizer is None:
-            raise InputError("stop needs a tokenizer, but this checkpoint has no tokenizer.json")
         seeds = sampling.seed
         if isinstance(seeds, tuple) and len(seeds) != len(prompts):
             raise InputError(f"seed has {len(seeds)} values, but there are {len(prompts)} prompts")
@@ -194,6 +186,18 @@ class Generator:
                 )
             )
         return jobs
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        if not isinstance(sampling, SamplingParams):
+            raise InputError(f"sampling is {sampling!r}, but must be SamplingParams")
+        vocab_size = self.model.config.vocab_size
+        beyond = [t for t in sampling.stop_token_ids if t >= vocab_size]
+        if beyond:
+            raise InputError(
+                f"stop_token_ids has {beyond[0]}, but ids go from 0 to {vocab_size - 1}"
+            )
+        if sampling.stop and self.tokenizer is None:
+            raise InputError("stop needs a tokenizer, but this checkpoint has no tokenizer.json")
 
     def _run(
         self, jobs: list[Job], sampling: SamplingParams, report: Callable[[int], None]

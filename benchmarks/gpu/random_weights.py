@@ -131,7 +131,7 @@ class RandomWorkload(Decoding):
 
 
 def random_like(shapes: Any) -> Any:
-    """Arrays of these shapes: normal ones, and whole numbers of all bits."""
+    """Arrays of these shapes: normal numbers, random bytes, zeros where they are int32."""
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(
         tree, [random_array(i, x.shape, x.dtype) for i, x in enumerate(leaves)]

@@ -133,6 +133,8 @@ def test_generator_takes_arrays_and_iterators_of_prompts():
     assert [job.seed for job in jobs] == [1, 2]
     with pytest.raises(InputError, match="stop_token_ids has 97, but ids go from 0 to 96"):
         generator.generate([[1]], SamplingParams(stop_token_ids=(97,)))
+    with pytest.raises(InputError, match="stop_token_ids has 97"):  # before it compiles
+        generator.warmup(SamplingParams(stop_token_ids=(97,)))
     with pytest.raises(InputError, match="must be SamplingParams"):
         generator.generate([[1]], {"max_new_tokens": 3})
     with pytest.raises(InputError, match="spec is 'vegas', but must be a SpecConfig"):

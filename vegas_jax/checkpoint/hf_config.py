@@ -251,7 +251,7 @@ def _num_layers(fields: Fields) -> int:
 
 
 def _size(fields: Fields, key: str, default: int | None = None) -> int:
-    return fields.integer(key, default, most=LARGEST_SIZE)
+    return fields.integer(key, default, least=1, most=LARGEST_SIZE)
 
 
 def _head_dim(fields: Fields) -> int:
@@ -290,7 +290,7 @@ def _rope_scaling(rope: Fields, longest: int) -> RopeScaling | None:
         key = "rope_type" if "rope_type" in rope.values else "type"
         choices = ", ".join(map(json.dumps, ("default", *supported)))
         raise rope.wrong(key, f"one of {choices} or absent")
-    original = rope.integer("original_max_position_embeddings", longest)
+    original = rope.integer("original_max_position_embeddings", longest, least=1)
     absent = longest / original if kind == "yarn" else None
     settings: dict[str, Any] = {
         "kind": kind,

@@ -36,13 +36,21 @@ class Fields:
         value = self.values.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-        """An integer, at most `most`."""
+    def integer(
+        self,
+        key: str,
+        default: int | None = None,
+        least: int = -(2**31),
+        most: int = 2**31 - 1,
+    ) -> int:
+        """An integer from `least` to `most`."""
         value = self._required(key, default)
         if type(value) is not int:
             raise self.wrong(key, "an integer")
         if value > most:
             raise self.wrong(key, f"at most {most}")
+        if value < least:
+            raise self.wrong(key, f"at least {least}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:

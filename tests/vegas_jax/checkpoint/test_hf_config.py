@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 
 from vegas_jax.checkpoint import read_config
+from vegas_jax.checkpoint.hf_config import config_of
+from vegas_jax.checkpoint.json_fields import Fields
 from vegas_jax.errors import CheckpointError
 from vegas_jax.model.config import ModelConfig
 
@@ -140,6 +142,11 @@ def test_eos_is_the_union_of_both_files(tmp_path, ours, generation, union):
         ({"architectures": 5}, "architectures is 5"),
         ({"architectures": "Qwen3ForCausalLM"}, "a list of names"),
         ({"layer_types": 5}, "layer_types is 5"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, but must be at least 1"),
+        (
+            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings is 0, but must be at least 1",
+        ),
         # What would take all memory before anything else noticed.
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, .* at most 10000"),
         ({"hidden_size": 10**30}, "hidden_size.*at most"),
@@ -186,6 +193,32 @@ def test_names_a_missing_key(tmp_path, key):
 def test_model_type_alone_is_enough(tmp_path):
     assert read(tmp_path, without("architectures")) == EXPECTED
     assert read(tmp_path, without("model_type")) == EXPECTED
+
+
+ODD = [None, True, -1, 0, 2.5, float("nan"), float("inf"), 10**9, 10**30, "", "x", [], [[1]]]
+ODD += [[None], {}, {"a": 1}, {"rope_type": [1]}, {"type": None, "factor": "x"}]
+ODD += [{"quant_method": 5}, {"quant_method": ["fp8"]}]
+OPTIONAL = ["rope_scaling", "rope_parameters", "quantization_config", "layer_types"]
+OPTIONAL += ["sliding_window", "head_dim", "mlp_only_layers", "decoder_sparse_step", "swiglu_limit"]
+
+
+@pytest.mark.parametrize("path", sorted(GOLDENS.glob("*/config.json")), ids=lambda p: p.parent.name)
+def test_an_odd_value_anywhere_is_read_or_refused_in_a_sentence(path):
+    sentences = []
+    config = json.loads(path.read_text())
+    inner = [
+        (key, name) for key, value in config.items() if isinstance(value, dict) for name in value
+    ]
+    for key, *names in [*((key,) for key in [*config, *OPTIONAL]), *inner]:
+        for odd in ODD:
+            value = config[key] | {names[0]: odd} if names else odd
+            fields = Fields(config | {key: value}, path)
+            try:
+                config_of(fields)
+            except CheckpointError as error:
+                sentences.append(str(error))
+    assert sentences
+    assert not [text for text in sentences if "\n" in text]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"a": \xff}'])
