@@ -23,6 +23,7 @@ from benchmarks.teacher_forced import expected_acceptance, summary
 from benchmarks.texts import documents
 from vegas_jax import Processors, SamplingParams, SpecConfig, Stats
 from vegas_jax.compiled import begin_jit, decode_jit, prefill_slot
+from vegas_jax.errors import InputError
 from vegas_jax.spec import init_state, new_requests
 
 _LENGTHS = flags.DEFINE_list("lengths", ["4096", "8192", "16384"], "Prompt lengths, in tokens.")
@@ -52,6 +53,38 @@ _CHECKPOINT = flags.DEFINE_string("checkpoint", "codelm-16m", "Folder or shipped
 _DTYPE = flags.DEFINE_string("dtype", None, "Compute dtype; by default what is fast here.")
 
 
+def selections() -> list[tuple[int, int, int]]:
+    """The value of --selections: block size, back and ahead of each."""
+    found = []
+    for text in _SELECTIONS.value:
+        parts = text.split(":")
+        if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+            raise InputError(f"--selections has {text!r}, but must have values like 16:0:7")
+        block, back, ahead = map(int, parts)
+        found.append((block, back, ahead))
+    return found
+
+
+def lengths() -> list[int]:
+    """The value of --lengths."""
+    for text in _LENGTHS.value or [""]:
+        if not text.isdecimal() or int(text) < 2:
+            raise InputError(f"--lengths has {text!r}, but must have numbers of at least 2")
+    return [int(text) for text in _LENGTHS.value]
+
+
+def check_flags() -> None:
+    """InputError for what no row could be made of."""
+    lengths()
+    methods()
+    if _TEXTS.value < 1:
+        raise InputError(f"--texts is {_TEXTS.value}, but must be at least 1")
+    # Two rounds after the first, for a standard error; or one token after that of the prefill.
+    least = 3 * (_GAMMA.value + 1) if _FORCED.value else 2
+    if _NEW.value < least:
+        raise InputError(f"--max_new_tokens is {_NEW.value}, but must be at least {least}")
+
+
 def methods() -> dict[str, SpecConfig]:
     """What is compared, by its name in the table."""
     base = SpecConfig(
@@ -66,8 +99,7 @@ def methods() -> dict[str, SpecConfig]:
     }
     if _DENSE.value:
         result["dense"] = dataclasses.replace(base, method="dense")
-    for text in _SELECTIONS.value:
-        block, back, ahead = map(int, text.split(":"))
+    for block, back, ahead in selections():
         name = f"vegas, blocks of {block}" if block > 1 else "vegas, single positions"
         name += f", pool ({back}, {ahead})" if back or ahead else ""
         name += " (as published)" if (block, back, ahead) == (1, 0, 0) else ""
@@ -209,7 +241,12 @@ def _tokens_per_second(stats: list[Stats]) -> float:
 def main(argv: list[str]) -> None:
     """Prints the table as Markdown."""
     run = forced_rows if _FORCED.value else measure
-    rows = [row for length in map(int, _LENGTHS.value) for row in run(length)]
+    try:
+        check_flags()
+        rows = [row for length in lengths() for row in run(length)]
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     device = jax.devices()[0]
     print(
         f"{datetime.date.today()}, {device.device_kind} x{jax.device_count()} "

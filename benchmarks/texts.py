@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from vegas_jax.errors import InputError
 from vegas_jax.text.tokenizer import Tokenizer
 
 HELD_OUT = ("asyncio", "zipfile", "argparse", "tarfile", "typing")
@@ -29,14 +30,14 @@ def documents(tokenizer: Tokenizer, length: int, count: int) -> list[list[int]]:
         ids += _encode(tokenizer, path)
         if len(ids) >= length * count:
             return [ids[i * length : (i + 1) * length] for i in range(count)]
-    raise ValueError(f"count is {count}, but there are only {len(ids) // length} texts of {length}")
+    raise InputError(f"count is {count}, but there are only {len(ids) // length} texts of {length}")
 
 
 def windows(tokenizer: Tokenizer, length: int, count: int) -> list[list[int]]:
     """`count` texts of `length` tokens that end at different places, and overlap if they must."""
     ids = [token for path in files() for token in _encode(tokenizer, path)]
     if len(ids) < length:
-        raise ValueError(f"length is {length}, but all texts together have {len(ids)} tokens")
+        raise InputError(f"length is {length}, but all texts together have {len(ids)} tokens")
     starts = [i * (len(ids) - length) // max(count - 1, 1) for i in range(count)]
     return [ids[start : start + length] for start in starts]
 

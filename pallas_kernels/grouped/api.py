@@ -1,5 +1,6 @@
 """The public `grouped_matmul`."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -47,7 +48,11 @@ def grouped_matmul(
         f"must be rows of floats of 16 or 32 bits, but is {x.dtype}{list(x.shape)}",
     )
     if isinstance(weights, MXFP4):
-        groups, outputs, scales = weights.scales.shape
+        for name, part in zip(MXFP4._fields, weights, strict=True):
+            require_array(f"weights.{name}", part)
+        shape = weights.scales.shape
+        require(len(shape) == 3, "weights.scales", f"must have three axes, but has shape {shape}")
+        groups, outputs, scales = shape
         require_shape("weights.scales", weights.scales, (groups, outputs, x.shape[1] // BLOCK))
         require_shape("weights.blocks", weights.blocks, (groups, outputs, scales, BLOCK // 2))
         for name, part in zip(MXFP4._fields, weights, strict=True):
@@ -61,6 +66,8 @@ def grouped_matmul(
             f"must be {x.dtype}[X, {x.shape[1]}, n], but is {weights.dtype}{list(weights.shape)}",
         )
         groups = weights.shape[0]
+    require(groups > 0, "weights", "must have a matrix, but has none")
     sizes = as_int32("sizes", sizes, (groups,))
-    arguments = (x, weights, sizes)
+    # NumPy's arrays cannot be indexed by traced numbers.
+    arguments = (jnp.asarray(x), jax.tree.map(jnp.asarray, weights), sizes)
     return choose(kernels, IMPLEMENTATIONS, *arguments)(*arguments)

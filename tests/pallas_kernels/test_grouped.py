@@ -55,6 +55,15 @@ def test_one_expert_may_take_all_rows_and_groups_may_change_without_recompiling(
     assert run._cache_size() == 1
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_numpy_arrays_are_arrays(kernels):
+    x, weights, sizes = arrays([3, 0, 4])
+    for matrices in (weights, packed(3, 32, 24)):
+        expected = grouped_matmul(x, matrices, sizes, kernels=kernels)
+        given = jax.tree.map(np.asarray, (x, matrices, sizes))
+        np.testing.assert_array_equal(grouped_matmul(*given, kernels=kernels), expected)
+
+
 def test_groups_without_rows_are_not_read():
     x, weights, sizes = arrays([3, 0, 4])
     poisoned = weights.at[1].set(jnp.nan)
@@ -114,6 +123,9 @@ def test_blocks_have_about_as_many_rows_as_groups():
         ({"weights": jnp.zeros((3, 32, 24), jnp.bfloat16)}, "`weights`"),
         ({"weights": packed(3, 64, 24)}, "`weights.scales`"),
         ({"weights": packed(3, 32, 24)._replace(blocks=jnp.zeros((3, 24, 1, 16)))}, "`weights.bl"),
+        ({"weights": jnp.zeros((0, 32, 24)), "sizes": jnp.zeros(0, jnp.int32)}, "`weights`"),
+        ({"weights": MXFP4([1], [2])}, "`weights.blocks` must be an array"),
+        ({"weights": MXFP4(jnp.zeros(2), jnp.zeros((3, 24)))}, "`weights.scales`"),
         ({"sizes": jnp.zeros(2, jnp.int32)}, "`sizes`"),
         ({"sizes": jnp.zeros(3)}, "`sizes`"),
         ({"kernels": "triton"}, "`kernels`"),

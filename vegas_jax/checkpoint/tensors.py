@@ -22,17 +22,17 @@ Shape = tuple[int, ...]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOATS = ("BF16", "F16", "F32")
+FLOATS, FP8 = ("BF16", "F16", "F32"), "F8_E4M3"
 _TYPES = {
     "BF16": ml_dtypes.bfloat16,
     "F16": np.float16,
     "F32": np.float32,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    FP8: ml_dtypes.float8_e4m3fn,
     "U8": np.uint8,
 }
 
 # What may stand before the names of a language model's tensors, in the order in which it is tried.
-_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 _SCALE = "_scale_inv"
 _MAX_LISTED = 10
 
@@ -173,16 +173,22 @@ def open_tensors(
     for name, tensor in stored.items():
         if name.endswith("rotary_emb.inv_freq"):
             continue
-        if block is not None and name.endswith(_SCALE) and name.removesuffix(_SCALE) in stored:
-            continue
+        if block is not None and name.endswith(_SCALE):
+            matrix = stored.get(name.removesuffix(_SCALE))
+            if matrix is not None and _is_fp8_matrix(matrix):
+                continue
         short = _without_prefix(name)
         if short in tensors:
             raise _twice(folder, stored[tensors[short].name], tensor)
-        if block is not None and name + _SCALE in stored:
+        if block is not None and name + _SCALE in stored and _is_fp8_matrix(tensor):
             tensors[short] = BlockScaledTensor(tensor, stored[name + _SCALE], block)
         else:
             tensors[short] = tensor
     return tensors
+
+
+def _is_fp8_matrix(tensor: StoredTensor) -> bool:
+    return tensor.dtype == FP8 and len(tensor.shape) == 2
 
 
 def _without_prefix(name: str) -> str:

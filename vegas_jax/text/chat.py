@@ -64,7 +64,10 @@ class ChatTemplate:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise CheckpointError(f"{str(folder)!r} is no folder, so it has no chat template")
+            raise CheckpointError(
+                f"{str(folder)!r} is no folder; vegas_jax.checkpoint.load_chat_template reads the "
+                "chat templates of GGUF files too"
+            )
         config = _read_config(folder / CONFIG_FILE)
         if file is None and (folder / TEMPLATE_FILE).exists():
             file = folder / TEMPLATE_FILE

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from vegas_jax.checkpoint import read_config, read_params, resolve
+from vegas_jax.checkpoint.hf_config import read_fp8_block
 from vegas_jax.errors import CheckpointError, InputError
 from vegas_jax.model.config import ModelConfig
 
@@ -119,6 +120,29 @@ def assert_reads(params, tensors, config):
 def test_single_file(tmp_path, config, dtype):
     tensors = stored(config, dtype)
     assert_reads(read_params(save(tmp_path, tensors), config, jnp.float32), tensors, config)
+
+
+def test_a_language_model_among_others(tmp_path):
+    tensors = stored(UNTIED)
+    prefixed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    assert_reads(read_params(save(tmp_path, prefixed), UNTIED, jnp.float32), tensors, UNTIED)
+
+
+@pytest.mark.parametrize("dtype", [b"F8_E5M2", b"F8_E8M0"])
+def test_scales_go_with_fp8_of_one_kind(tmp_path, dtype):
+    source = GOLDENS / "qwen3-fp8"
+    data = (source / "model.safetensors").read_bytes().replace(b"F8_E4M3", dtype, 1)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    config, block = read_config(source), read_fp8_block(source)
+    message = f"unexpected: .*_scale_inv; not of dtype BF16, F16, F32: .*{dtype.decode()}$"
+    with pytest.raises(CheckpointError, match=message):
+        read_params(tmp_path, config, jnp.float32, block)
+
+
+def test_a_scale_of_a_norm_is_unexpected(tmp_path):
+    tensors = stored(TIED) | {"model.norm.weight_scale_inv": np.ones((1, 1), np.float32)}
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.norm\.weight_scale_inv$"):
+        read_params(save(tmp_path, tensors), TIED, jnp.float32, (128, 128))
 
 
 @pytest.mark.parametrize("index", [True, False])
