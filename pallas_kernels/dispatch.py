@@ -77,6 +77,11 @@ def choose(
     raise AssertionError("every op has an implementation for any machine and any arguments")
 
 
+def for_other_ops(kernels: str) -> str:
+    """What a choice of kernels means for an op, or a size of it, that may have no such kernel."""
+    return kernels if kernels in ("xla", "reference") else "auto"
+
+
 @functools.cache
 def say_once(message: str) -> None:
     """Logs a warning the first time that it is given."""

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.precision import precision_of
 
 
 class OnlineSoftmax(NamedTuple):
@@ -136,5 +137,5 @@ def finish(
 
 
 def _dot(subscripts: str, x: Array, y: Array) -> Array:
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    precision = precision_of(x.dtype)
     return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=jnp.float32)

@@ -21,6 +21,9 @@ class NonFiniteLogitsError(ArithmeticError):
 def check(condition: bool, argument: str, value: Any, allowed: str) -> None:
     """Raises InputError "argument is value, but must be allowed" unless `condition` holds."""
     if not condition:
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        raise InputError(f"{argument} is {shown}, but must be {allowed}")
+        raise InputError(f"{argument} is {shorten(repr(value), 80)}, but must be {allowed}")
+
+
+def shorten(text: str, most: int) -> str:
+    """The text, cut so that it fits into a sentence: at most so many characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."

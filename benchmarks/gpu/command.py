@@ -1,4 +1,4 @@
-"""What the commands of this folder share."""
+"""What `benchmarks.gpu` and `benchmarks.gpu.random_weights` share: --shapes, and how they end."""
 
 import argparse
 import os

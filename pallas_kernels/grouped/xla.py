@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped.mxfp4 import MXFP4, dequantize
+from pallas_kernels.precision import precision_of
 
 MAX_ROWS = 128  # of a block
 
@@ -27,7 +28,7 @@ def by_ragged_dot(
 ) -> Float[Array, "M n"]:
     """XLA's own op; packed matrices are dequantised first, all of them."""
     matrices = dequantize(weights, x.dtype) if isinstance(weights, MXFP4) else weights
-    return lax.ragged_dot(x, matrices, sizes, precision=precision_of(x))
+    return lax.ragged_dot(x, matrices, sizes, precision=precision_of(x.dtype))
 
 
 def by_loop(
@@ -49,18 +50,13 @@ def by_loop(
         matrix = jax.tree.map(lambda w: w[group], weights)
         if isinstance(weights, MXFP4):
             matrix = dequantize(matrix, x.dtype)
-        product = jnp.dot(piece, matrix, precision=precision_of(x))
+        product = jnp.dot(piece, matrix, precision=precision_of(x.dtype))
         # A group's last block spills into the next group's rows, which come later and mend that.
         return lax.dynamic_update_slice(out, product, (start, jnp.zeros_like(start)))
 
     padded = jnp.pad(x, ((0, rows), (0, 0)))
     out = jnp.zeros((count + rows, outputs), x.dtype)
     return lax.fori_loop(0, last_blocks[-1], multiply, out)[:count]
-
-
-def precision_of(x: Array) -> lax.Precision:
-    """float32 means float32."""
-    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def block_rows(count: int, groups: int) -> int:

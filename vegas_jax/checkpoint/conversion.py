@@ -193,9 +193,10 @@ def replacing(out: Path, source: Path, overwrite: bool) -> Iterator[Path]:
             old.rename(out)
             raise
         shutil.rmtree(old, ignore_errors=True)
-    finally:
+    except BaseException:
         with _no_interrupts():
             _remove(new)
+        raise
 
 
 def _remove(folder: Path) -> None:

@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from vegas_jax.checkpoint.hf_config import CONFIG_FILE
 from vegas_jax.checkpoint.layout import EMBEDDING, HEAD, plan
-from vegas_jax.checkpoint.tensors import FLOATS, Shape, Tensor, listed, open_tensors
-from vegas_jax.errors import CheckpointError, check
+from vegas_jax.checkpoint.tensors import FLOATS, TYPES, Shape, Tensor, listed, open_tensors
+from vegas_jax.errors import CheckpointError, check, shorten
 from vegas_jax.model.config import ModelConfig
 
 Params = dict[str, Any]
@@ -28,7 +27,7 @@ SHIPPED = ("codelm-16m",)
 ORBAX_PARAMS = "params"  # the folder that makes a checkpoint one of Orbax
 GGUF_SUFFIX = ".gguf"
 
-_LONGEST_NAME = 80  # characters, in a sentence
+_LONGEST_NAME = 83  # characters, in a sentence
 _PARAM_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -44,8 +43,7 @@ def resolve(path_or_name: str | Path) -> Path:
     try:
         path.exists()
     except OSError as error:
-        name = str(path_or_name)
-        shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+        shown = shorten(str(path_or_name), _LONGEST_NAME)
         raise CheckpointError(
             f"checkpoint {shown!r} cannot be looked for: {error.strerror}"
         ) from None
@@ -162,8 +160,7 @@ def stored_dtype(tensors: Sequence[Tensor]) -> np.dtype:
     bfloat16 also for MXFP4, whose values it holds exactly.
     """
     kinds = {tensor.dtype if tensor.dtype in FLOATS else "BF16" for tensor in tensors}
-    types = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
-    return np.dtype(types[kinds.pop()] if len(kinds) == 1 else np.float32)
+    return np.dtype(TYPES[kinds.pop()] if len(kinds) == 1 else np.float32)
 
 
 def _check_tensors(tensors: dict[str, Tensor], config: ModelConfig, source: Path) -> None:

@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vegas_jax.errors import CheckpointError
+from vegas_jax.errors import CheckpointError, shorten
 
-_LONGEST_VALUE = 200  # characters, in a sentence
+_LONGEST_VALUE = 203  # characters, in a sentence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Fields:
     def wrong(self, key: str, allowed: str) -> CheckpointError:
         """The sentence about a field."""
         value = json.dumps(self.values.get(key))
-        shown = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}..."
+        shown = shorten(value, _LONGEST_VALUE)
         return CheckpointError(f"{self.path}: {key} is {shown}, but must be {allowed}")
 
     def _required(self, key: str, default: Any) -> Any:

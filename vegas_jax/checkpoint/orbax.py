@@ -28,13 +28,13 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from pallas_kernels.grouped.mxfp4 import MXFP4, dequantize
-from vegas_jax.cache import init_cache
 from vegas_jax.checkpoint.huggingface import ORBAX_PARAMS, Params, insert
 from vegas_jax.checkpoint.json_fields import Fields
 from vegas_jax.checkpoint.tensors import listed
 from vegas_jax.errors import CheckpointError, InputError
 from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.transformer import Transformer
+from vegas_jax.sharding import param_shapes
 
 RECORD_FILE = "orbax.json"
 FORMAT = 1
@@ -247,18 +247,9 @@ def check_stored(folder: Path, config: ModelConfig) -> None:
 
 def abstract_params(config: ModelConfig, dtype: Any) -> Params:
     """Shapes and dtypes of the model's parameters, a tree of `jax.ShapeDtypeStruct`."""
-    model = Transformer(config, jnp.dtype(dtype), "reference")
-
-    def initialise() -> Params:
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        caches = init_cache(config, 1, 8, model.dtype).layers
-        arguments = (tokens, tokens, caches, tokens[0], lambda i, q, k, v, sinks: (q, None))
-        params: Params = model.init(jax.random.key(0), *arguments)["params"]
-        return params
-
     # Only shapes and dtypes are computed: whether JAX is strict does not matter.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return jax.eval_shape(initialise)
+        return param_shapes(Transformer(config, jnp.dtype(dtype), "reference"))
 
 
 def _restore(folder: Path, item: Any, args: Any, **options: Any) -> Params:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from vegas_jax.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Shape
+from vegas_jax.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, TYPES, Shape
 
 SHARD_BYTES = 4 * 10**9
 
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "uint8": "U8"}
+_NAMES = {np.dtype(kind): name for name, kind in TYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _write_file(
     start = 0
     for entry in shard:
         place = [start, start + entry.size]
-        kind = _DTYPES[entry.dtype.name]
+        kind = _NAMES[entry.dtype]
         header[entry.name] = {"dtype": kind, "shape": entry.shape, "data_offsets": place}
         start += entry.size
     text = json.dumps(header, separators=(",", ":")).encode()

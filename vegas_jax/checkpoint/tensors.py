@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATS, FP8 = ("BF16", "F16", "F32"), "F8_E4M3"
-_TYPES = {
+TYPES = {  # of numpy, by safetensors' names
     "BF16": ml_dtypes.bfloat16,
     "F16": np.float16,
     "F32": np.float32,
@@ -93,7 +93,7 @@ class StoredTensor:
             data, header = _header(self.path, self.path.stat().st_mtime_ns)
             start, end = header[self.name]["data_offsets"]
             values = np.fromfile(self.path, np.uint8, end - start, offset=data + start)
-        return values.view(_TYPES[self.dtype]).reshape(self.shape)
+        return values.view(TYPES[self.dtype]).reshape(self.shape)
 
 
 # A file of experts has thousands of tensors, which would each read it again.

@@ -15,9 +15,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import MXFP4, grouped_matmul
+from pallas_kernels.dispatch import for_other_ops
 from pallas_kernels.grouped.mxfp4 import BLOCK
+from pallas_kernels.precision import precision_of
 from vegas_jax.model.config import MoEConfig
-from vegas_jax.model.layers import add_bias, init_weight, precision_of
+from vegas_jax.model.layers import add_bias, init_weight
 from vegas_jax.sharded_ops import sum_over_experts
 
 GATE_SLOPE = 1.702  # of gpt-oss's sigmoid
@@ -42,8 +44,7 @@ class Experts(nn.Module):
             weights["router_bias"] = self._zeros("router_bias", c.num_experts)
         weights |= self._matrices("gate_up", hidden, 2 * c.intermediate_size)
         weights |= self._matrices("down", c.intermediate_size, hidden)
-        kernels = self.kernels if self.kernels in ("xla", "reference") else "auto"
-        mix = functools.partial(mixture, c, kernels)
+        mix = functools.partial(mixture, c, for_other_ops(self.kernels))
         if self.mesh is not None:
             return sum_over_experts(mix, self.mesh, c.num_experts, x, weights)
         return mix(x, weights).astype(x.dtype)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import for_other_ops
 from vegas_jax.cache import KVCache, init_cache
 from vegas_jax.errors import check
 from vegas_jax.model.transformer import Attend, Transformer
@@ -92,7 +93,7 @@ def prefill_chunk(
         return out, None
 
     # The kernels for drafts and verification are not made for so many tokens at once.
-    kernels = model.kernels if model.kernels in ("xla", "reference") else "auto"
+    kernels = for_other_ops(model.kernels)
     hidden, cache, _ = forward(model, params, cache, tokens, starts, attend, slots, kernels)
     ends = starts + counts
     lengths = ends if slots is None else cache.lengths.at[slots].set(ends)

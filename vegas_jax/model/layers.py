@@ -5,12 +5,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.precision import precision_of
+
 init_weight = nn.initializers.normal(0.02)
-
-
-def precision_of(dtype: jnp.dtype) -> jax.lax.Precision:
-    """float32 means float32: by default a GPU multiplies in TF32 and a TPU in bfloat16."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def linear(x: Float[Array, "b T i"], weight: Float[Array, "i *o"]) -> Float[Array, "b T *o"]:

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.precision import precision_of
 from vegas_jax.cache import LayerCache
 from vegas_jax.model.config import ModelConfig
 from vegas_jax.model.experts import Experts
-from vegas_jax.model.layers import RMSNorm, add_bias, init_weight, linear, precision_of
+from vegas_jax.model.layers import RMSNorm, add_bias, init_weight, linear
 from vegas_jax.model.rope import apply_rope, rope_angles
 from vegas_jax.sharded_ops import write
 from vegas_jax.sharding import as_mesh, check_divisible, constrain_rows
